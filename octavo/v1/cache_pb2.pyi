@@ -49,10 +49,12 @@ class RegisterExecutorRequest(_message.Message):
     def __init__(self, executor_id: _Optional[str] = ..., executor_epoch: _Optional[int] = ..., pid: _Optional[int] = ..., arena_id: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., geometry: _Optional[_Union[KvGeometry, _Mapping]] = ..., kv_bytes: _Optional[int] = ...) -> None: ...
 
 class RegisterExecutorResponse(_message.Message):
-    __slots__ = ("arena",)
+    __slots__ = ("arena", "executor_epoch")
     ARENA_FIELD_NUMBER: _ClassVar[int]
+    EXECUTOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     arena: Arena
-    def __init__(self, arena: _Optional[_Union[Arena, _Mapping]] = ...) -> None: ...
+    executor_epoch: int
+    def __init__(self, arena: _Optional[_Union[Arena, _Mapping]] = ..., executor_epoch: _Optional[int] = ...) -> None: ...
 
 class CloseSessionRequest(_message.Message):
     __slots__ = ("session",)
@@ -173,14 +175,16 @@ class OpenLeaseRequest(_message.Message):
     def __init__(self, client_id: _Optional[str] = ..., client_epoch: _Optional[int] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class OpenLeaseResponse(_message.Message):
-    __slots__ = ("lease_id", "ttl", "last_sequence_number")
+    __slots__ = ("lease_id", "ttl", "last_sequence_number", "client_epoch")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     TTL_FIELD_NUMBER: _ClassVar[int]
     LAST_SEQUENCE_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     ttl: _duration_pb2.Duration
     last_sequence_number: int
-    def __init__(self, lease_id: _Optional[int] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., last_sequence_number: _Optional[int] = ...) -> None: ...
+    client_epoch: int
+    def __init__(self, lease_id: _Optional[int] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., last_sequence_number: _Optional[int] = ..., client_epoch: _Optional[int] = ...) -> None: ...
 
 class KeepLeaseAliveRequest(_message.Message):
     __slots__ = ("lease_id", "acknowledged")
