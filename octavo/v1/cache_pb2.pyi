@@ -56,6 +56,34 @@ class RegisterExecutorResponse(_message.Message):
     executor_epoch: int
     def __init__(self, arena: _Optional[_Union[Arena, _Mapping]] = ..., executor_epoch: _Optional[int] = ...) -> None: ...
 
+class OpenSessionRequest(_message.Message):
+    __slots__ = ("session", "client_id", "client_epoch")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    session: SessionKey
+    client_id: str
+    client_epoch: int
+    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., client_id: _Optional[str] = ..., client_epoch: _Optional[int] = ...) -> None: ...
+
+class OpenSessionResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListOrphanedSessionsRequest(_message.Message):
+    __slots__ = ("executor_id", "executor_epoch")
+    EXECUTOR_ID_FIELD_NUMBER: _ClassVar[int]
+    EXECUTOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    executor_id: str
+    executor_epoch: int
+    def __init__(self, executor_id: _Optional[str] = ..., executor_epoch: _Optional[int] = ...) -> None: ...
+
+class ListOrphanedSessionsResponse(_message.Message):
+    __slots__ = ("session_ids",)
+    SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
+    session_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class CloseSessionRequest(_message.Message):
     __slots__ = ("session",)
     SESSION_FIELD_NUMBER: _ClassVar[int]

@@ -39,6 +39,16 @@ class BlockManagerServiceStub(object):
                 request_serializer=octavo_dot_v1_dot_cache__pb2.RegisterExecutorRequest.SerializeToString,
                 response_deserializer=octavo_dot_v1_dot_cache__pb2.RegisterExecutorResponse.FromString,
                 _registered_method=True)
+        self.OpenSession = channel.unary_unary(
+                '/octavo.v1.BlockManagerService/OpenSession',
+                request_serializer=octavo_dot_v1_dot_cache__pb2.OpenSessionRequest.SerializeToString,
+                response_deserializer=octavo_dot_v1_dot_cache__pb2.OpenSessionResponse.FromString,
+                _registered_method=True)
+        self.ListOrphanedSessions = channel.unary_unary(
+                '/octavo.v1.BlockManagerService/ListOrphanedSessions',
+                request_serializer=octavo_dot_v1_dot_cache__pb2.ListOrphanedSessionsRequest.SerializeToString,
+                response_deserializer=octavo_dot_v1_dot_cache__pb2.ListOrphanedSessionsResponse.FromString,
+                _registered_method=True)
         self.CloseSession = channel.unary_unary(
                 '/octavo.v1.BlockManagerService/CloseSession',
                 request_serializer=octavo_dot_v1_dot_cache__pb2.CloseSessionRequest.SerializeToString,
@@ -112,8 +122,25 @@ class BlockManagerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenSession(self, request, context):
+        """An executor announces a session before it answers the router's Open, so that no step runs in a session that the
+        cache service does not know. Idempotent. FAILED_PRECONDITION: STALE_EPOCH (this executor epoch is over or was never
+        granted), LEASE_EXPIRED (no live lease of this client and epoch), SESSION_CLOSED (this id was closed before).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListOrphanedSessions(self, request, context):
+        """The sessions of this executor whose lease is over. It asks every second or so, lets the running step end, and
+        closes them: until then the blocks of those leases stay fenced.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CloseSession(self, request, context):
-        """An executor says that no step of this session runs or will run: lifts the session's fences.
+        """An executor says that no step of this session runs or will run: lifts the session's fences. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -197,6 +224,16 @@ def add_BlockManagerServiceServicer_to_server(servicer, server):
                     servicer.RegisterExecutor,
                     request_deserializer=octavo_dot_v1_dot_cache__pb2.RegisterExecutorRequest.FromString,
                     response_serializer=octavo_dot_v1_dot_cache__pb2.RegisterExecutorResponse.SerializeToString,
+            ),
+            'OpenSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenSession,
+                    request_deserializer=octavo_dot_v1_dot_cache__pb2.OpenSessionRequest.FromString,
+                    response_serializer=octavo_dot_v1_dot_cache__pb2.OpenSessionResponse.SerializeToString,
+            ),
+            'ListOrphanedSessions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListOrphanedSessions,
+                    request_deserializer=octavo_dot_v1_dot_cache__pb2.ListOrphanedSessionsRequest.FromString,
+                    response_serializer=octavo_dot_v1_dot_cache__pb2.ListOrphanedSessionsResponse.SerializeToString,
             ),
             'CloseSession': grpc.unary_unary_rpc_method_handler(
                     servicer.CloseSession,
@@ -286,6 +323,60 @@ class BlockManagerService(object):
             '/octavo.v1.BlockManagerService/RegisterExecutor',
             octavo_dot_v1_dot_cache__pb2.RegisterExecutorRequest.SerializeToString,
             octavo_dot_v1_dot_cache__pb2.RegisterExecutorResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/octavo.v1.BlockManagerService/OpenSession',
+            octavo_dot_v1_dot_cache__pb2.OpenSessionRequest.SerializeToString,
+            octavo_dot_v1_dot_cache__pb2.OpenSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListOrphanedSessions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/octavo.v1.BlockManagerService/ListOrphanedSessions',
+            octavo_dot_v1_dot_cache__pb2.ListOrphanedSessionsRequest.SerializeToString,
+            octavo_dot_v1_dot_cache__pb2.ListOrphanedSessionsResponse.FromString,
             options,
             channel_credentials,
             insecure,
