@@ -1,0 +1,162 @@
+"""One supervised process: started in a session of its own, its output read line by line, ended, reaped.
+
+Not here: when to start, restart or stop it (`octavo.supervisor`).
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from octavo import guard
+
+TAIL_LINES = 20
+_LAST_OUTPUT_TIMEOUT_S = 1.0
+_MAX_LINE_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """How often a child that died is started again.
+
+    Attributes:
+        max_restarts: within `window_s`; one more is a failure of the whole.
+        window_s: seconds that a restart is remembered for.
+        first_delay_s: before the first restart of a window; each further one waits twice as long.
+        max_delay_s: the longest wait.
+    """
+
+    max_restarts: int = 5
+    window_s: float = 300.0
+    first_delay_s: float = 0.25
+    max_delay_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """What to run, and how to tell that it is ready.
+
+    Attributes:
+        name: before its log lines: `executor-0`.
+        argv: program and arguments; the program by its absolute path.
+        address: where its health is asked: `unix:/path` or `host:port`.
+        health_service: full name of the service that must be SERVING.
+        start_timeout_s: seconds until it must be ready.
+        stop_grace_s: seconds between SIGTERM and SIGKILL.
+        restart: None: its death ends everything.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    address: str
+    health_service: str
+    start_timeout_s: float = 300.0
+    stop_grace_s: float = 40.0
+    restart: RestartPolicy | None = None
+
+
+class Child:
+    """A process of a spec; started again, it is a new process with the same name.
+
+    Args:
+        spec: what to run.
+        environment: its whole environment.
+        write_line: called with each line of its output, stdout and stderr together.
+    """
+
+    def __init__(self, spec: ChildSpec, environment: dict[str, str], write_line: Callable[[str], None]) -> None:
+        self.spec = spec
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)  # its last lines
+        self._environment = environment
+        self._write_line = write_line
+        self._process: asyncio.subprocess.Process | None = None
+        self._output: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that runs; None before the first start and after it was reaped."""
+        running = self._process is not None and self._process.returncode is None
+        return self._process.pid if self._process and running else None
+
+    async def start(self) -> None:
+        """Spawn; does not wait until it is ready. The process before must have been waited for."""
+        _remove_stale_socket(self.spec.address)
+        self.tail.clear()
+        # A session of its own: Ctrl-C reaches the launcher alone, which stops the children in order.
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", guard.__file__, str(os.getpid())),
+            *self.spec.argv,
+            env=self._environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        self._output = asyncio.create_task(self._read(self._process.stdout))
+
+    async def wait(self) -> int:
+        """Until the process has ended and was reaped, and its last lines were read; its exit status."""
+        if self._process is None or self._output is None:
+            raise RuntimeError(f"{self.spec.name} was never started")
+        status = await self._process.wait()
+        with contextlib.suppress(TimeoutError):  # a grandchild may hold the pipe open
+            await asyncio.wait_for(asyncio.shield(self._output), _LAST_OUTPUT_TIMEOUT_S)
+        return status
+
+    async def stop(self) -> None:
+        """SIGTERM, and SIGKILL when the grace is over; returns when it was reaped."""
+        if self.pid is None:
+            return
+        self.signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(self.wait(), self.spec.stop_grace_s)
+        except TimeoutError:
+            self._write_line(f"did not end within {self.spec.stop_grace_s:g} s of SIGTERM: killed")
+            self.kill()
+            await self.wait()
+
+    def kill(self) -> None:
+        """SIGKILL, to whatever it started too."""
+        if self.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process alone."""
+        if self._process is not None and self.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+    async def _read(self, stream: asyncio.StreamReader) -> None:
+        rest = b""
+        while chunk := await stream.read(_MAX_LINE_BYTES):
+            *lines, rest = (rest + chunk).split(b"\n")
+            if len(rest) > _MAX_LINE_BYTES:
+                lines, rest = [*lines, rest], b""
+            for line in lines:
+                self._take(line)
+        if rest:
+            self._take(rest)
+
+    def _take(self, line: bytes) -> None:
+        text = line.decode("utf-8", "replace").rstrip("\r")
+        self.tail.append(text)
+        self._write_line(text)
+
+
+def _remove_stale_socket(address: str) -> None:
+    if address.startswith("unix:"):
+        Path(address.removeprefix("unix:")).unlink(missing_ok=True)
+
+
+def describe_status(status: int) -> str:
+    """What an exit status of `Child.wait` says."""
+    if status >= 0:
+        return f"ended with exit code {status}"
+    return f"was killed by {signal.Signals(-status).name}"

@@ -1,0 +1,166 @@
+"""Starts processes stage by stage, restarts what may be restarted, and stops everything in reverse order.
+
+It knows nothing of models, blocks or gRPC: whether a child is ready is asked through a function.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+
+from octavo.child import Child, RestartPolicy, describe_status
+
+HealthProbe = Callable[[str, str], Awaitable[bool]]  # (address, service) -> is it serving
+
+_PROBE_INTERVAL_S = 0.1
+_PROGRESS_INTERVAL_S = 5.0
+
+
+class ChildFailedError(Exception):
+    """A child ended that may not end, or too often, or was not ready in time; the message is for people."""
+
+
+class RestartHistory:
+    """When a child was restarted, and how long to wait before the next time. Pure: the time is an argument."""
+
+    def __init__(self, policy: RestartPolicy) -> None:
+        self._policy = policy
+        self._times_s: deque[float] = deque()
+
+    def next_delay_s(self, now_s: float) -> float | None:
+        """Records a restart at `now_s`; the seconds to wait before it, or None when there were too many."""
+        while self._times_s and now_s - self._times_s[0] > self._policy.window_s:
+            self._times_s.popleft()
+        if len(self._times_s) >= self._policy.max_restarts:
+            return None
+        delay_s = self._policy.first_delay_s * 2.0 ** len(self._times_s)
+        self._times_s.append(now_s)
+        return min(delay_s, self._policy.max_delay_s)
+
+
+class Supervisor:
+    """Runs the children until told to stop or until one fails for good.
+
+    Args:
+        stages: children that start together, stage after stage; they stop in reverse.
+        is_serving: asked until it says yes.
+        say: for the supervisor's own lines.
+    """
+
+    def __init__(self, stages: Sequence[Sequence[Child]], is_serving: HealthProbe, say: Callable[[str], None]) -> None:
+        self._stages = stages
+        self._is_serving = is_serving
+        self._say = say
+        self._stop_requested = asyncio.Event()
+
+    def request_stop(self) -> None:
+        """The first time: stop in order. Again: kill everything at once."""
+        if not self._stop_requested.is_set():
+            self._say("stopping; once more to kill")
+            self._stop_requested.set()
+            return
+        self._say("killing every process")
+        for stage in self._stages:
+            for child in stage:
+                child.kill()
+
+    async def run(self, on_ready: Callable[[], Awaitable[None]]) -> int:
+        """Start everything, call `on_ready`, keep it running, stop it.
+
+        Args:
+            on_ready: awaited once when all are ready; when it returns, serving goes on.
+
+        Returns:
+            The exit code: 0 after a stop that was asked for, 1 after a failure.
+
+        Raises:
+            Whatever `on_ready` raises, after everything was stopped.
+        """
+        work = asyncio.create_task(self._work(on_ready))
+        stop = asyncio.create_task(self._stop_requested.wait())
+        try:
+            await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+            return 0
+        except ChildFailedError as failure:
+            self._say(str(failure))
+        finally:
+            await _cancel(work, stop)
+            await self._stop_all()
+        return 1
+
+    async def _work(self, on_ready: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await self._start_and_keep(on_ready)
+        except BaseExceptionGroup as group:
+            raise _first_leaf(group) from None  # what else failed, failed because of it
+
+    async def _start_and_keep(self, on_ready: Callable[[], Awaitable[None]]) -> None:
+        async with asyncio.TaskGroup() as keepers:
+            for stage in self._stages:
+                async with asyncio.TaskGroup() as starting:
+                    for child in stage:
+                        starting.create_task(self._start(child))
+                for child in stage:
+                    keepers.create_task(self._keep_running(child))
+            await on_ready()
+
+    async def _start(self, child: Child) -> None:
+        began_s = time.monotonic()
+        self._say(f"starting {child.spec.name}")
+        await child.start()
+        end = asyncio.create_task(child.wait())
+        try:
+            await self._wait_until_ready(child, end, began_s)
+        finally:
+            await _cancel(end)
+        self._say(f"{child.spec.name} is ready after {time.monotonic() - began_s:.1f} s")
+
+    async def _wait_until_ready(self, child: Child, end: asyncio.Task[int], began_s: float) -> None:
+        said_s = began_s
+        while not await self._is_serving(child.spec.address, child.spec.health_service):
+            await asyncio.wait({end}, timeout=_PROBE_INTERVAL_S)
+            now_s = time.monotonic()
+            if end.done():
+                raise ChildFailedError(_last_words(child, f"{describe_status(end.result())} before it was ready"))
+            if now_s - began_s > child.spec.start_timeout_s:
+                raise ChildFailedError(_last_words(child, f"was not ready after {child.spec.start_timeout_s:g} s"))
+            if now_s - said_s > _PROGRESS_INTERVAL_S:
+                said_s = now_s
+                self._say(f"waiting for {child.spec.name}, {now_s - began_s:.0f} s so far")
+
+    async def _keep_running(self, child: Child) -> None:
+        history = RestartHistory(child.spec.restart) if child.spec.restart else None
+        while True:
+            status = await child.wait()  # ended and reaped: known dead
+            delay_s = history.next_delay_s(time.monotonic()) if history else None
+            if delay_s is None:
+                often = " too often" if history else ""
+                raise ChildFailedError(_last_words(child, f"{describe_status(status)}{often}"))
+            self._say(f"{child.spec.name} {describe_status(status)}; starting it again in {delay_s:g} s")
+            await asyncio.sleep(delay_s)
+            try:
+                await self._start(child)
+            except ChildFailedError as failure:
+                self._say(str(failure))
+                child.kill()
+
+    async def _stop_all(self) -> None:
+        for stage in reversed(self._stages):
+            await asyncio.gather(*(child.stop() for child in stage))
+
+
+def _last_words(child: Child, what: str) -> str:
+    lines = "".join(f"\n    {line}" for line in child.tail)
+    return f"{child.spec.name} {what}" + (f"; its last lines:{lines}" if lines else "; it wrote nothing")
+
+
+def _first_leaf(error: BaseException) -> BaseException:
+    return _first_leaf(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+
+
+async def _cancel(*tasks: asyncio.Task) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
