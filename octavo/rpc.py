@@ -174,6 +174,17 @@ def open_channel(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
+async def is_serving(address: str, service_name: str, timeout_s: float = 2.0) -> bool:
+    """Ask the health of a service once, on a connection of its own; False also when nobody answers."""
+    async with open_channel(address) as channel:
+        request = health_pb2.HealthCheckRequest(service=service_name)
+        try:
+            response = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError:
+            return False
+        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+
 @dataclass(frozen=True)
 class ServerParts:
     """A running server and its health servicer."""

@@ -1,0 +1,129 @@
+"""From options to the processes to start: pure functions, no process is touched here.
+
+Every option that differs from its default goes onto the child's command line, so that `ps` shows what runs.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from octavo.child import ChildSpec, RestartPolicy
+from octavo.launch_config import EngineConfig, ServeConfig
+from octavo.settings_sources import option_of
+
+Stages = list[list[ChildSpec]]
+
+CACHE_HEALTH = "octavo.v1.BlockManagerService"
+EXECUTOR_HEALTH = "octavo.v1.ExecutorService"
+ROUTER_HEALTH = "octavo.v1.InferenceService"
+
+# Between the end of a process's own grace and SIGKILL.
+_STOP_MARGIN_S = 10.0
+
+
+def plan_serve(config: ServeConfig, socket_of: Callable[[str], str]) -> Stages:
+    """Cache service, then the executor, then the router.
+
+    Args:
+        config: all options.
+        socket_of: the address of a private socket by its name; for what has no address of its own in `config`.
+
+    Raises:
+        ValueError: an address that others could not connect to.
+    """
+    cache_listen = _listen_or(config.cache_service, socket_of("cache-service"))
+    executor_listen = _listen_or(config.executor, socket_of("executor"))
+    cache_address, executor_address = connect_address(cache_listen), connect_address(executor_listen)
+    restart = RestartPolicy(config.max_restarts)
+    cache = _child("cache-service", config.cache_service, CACHE_HEALTH, {"listen": cache_listen}, None, config)
+    executor_wiring = {"listen": executor_listen, "cache_service": cache_address}
+    executor = _child("executor", config.executor, EXECUTOR_HEALTH, executor_wiring, restart, config)
+    router_wiring = {"cache_service": cache_address, "executor": executor_address}
+    router = _child("router", config.router, ROUTER_HEALTH, router_wiring, restart, config)
+    return [[cache], [executor], [router]]
+
+
+def plan_engine(config: EngineConfig) -> Stages:
+    """Cache service, then all executors. Raises ValueError as `plan_serve`."""
+    cache = _child("cache-service", config.cache_service, CACHE_HEALTH, {}, None, config)
+    return [[cache], [_engine_executor(config, index) for index in range(config.executors)]]
+
+
+def _engine_executor(config: EngineConfig, index: int) -> ChildSpec:
+    wiring = {
+        "listen": offset_address(config.executor.listen, index),
+        "metrics_listen": offset_address(config.executor.metrics_listen, index),
+        "cache_service": connect_address(config.cache_service.listen),
+        "executor_id": f"executor-{index}",
+    }
+    restart = RestartPolicy(config.max_restarts)
+    return _child(f"executor-{index}", config.executor, EXECUTOR_HEALTH, wiring, restart, config)
+
+
+def _child(
+    name: str,
+    options: Any,
+    health_service: str,
+    wiring: Mapping[str, Any],
+    restart: RestartPolicy | None,
+    config: EngineConfig | ServeConfig,
+) -> ChildSpec:
+    module = name.rstrip("-0123456789").replace("-", "_")
+    return ChildSpec(
+        name=name,
+        argv=(sys.executable, "-m", module, *arguments_of(options, wiring)),
+        address=connect_address(str(wiring.get("listen", options.listen))),
+        health_service=health_service,
+        start_timeout_s=config.start_timeout_s,
+        stop_grace_s=options.drain_accept_window_s + options.drain_grace_s + _STOP_MARGIN_S,
+        restart=restart,
+    )
+
+
+def arguments_of(options: BaseModel, wiring: Mapping[str, Any]) -> list[str]:
+    """The command line that gives `options`, with those of `wiring` instead of its own."""
+    arguments = []
+    for name, info in type(options).model_fields.items():
+        value = wiring.get(name, getattr(options, name))
+        if value != info.get_default(call_default_factory=True):
+            arguments.append(_argument(option_of(name), value))
+    return arguments
+
+
+def _argument(option: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return option if value else option.replace("--", "--no-", 1)
+    if value is None or isinstance(value, (tuple, list)):
+        return f"{option}={json.dumps(value)}"
+    return f"{option}={value}"
+
+
+def _listen_or(options: Any, private_socket: str) -> str:
+    return str(options.listen) if "listen" in options.model_fields_set else private_socket
+
+
+def connect_address(listen: str) -> str:
+    """Where a process on the same machine connects to reach who listens there.
+
+    Raises:
+        ValueError: port 0, which nobody else could know.
+    """
+    host, _, port = listen.rpartition(":")
+    if listen.startswith("unix:"):
+        return listen
+    if port == "0":
+        raise ValueError(f"address {listen}: a port of 0 cannot be known to the other processes; choose one")
+    return {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host) + f":{port}"
+
+
+def offset_address(listen: str, index: int) -> str:
+    """The address of the process `index` places after the first: its port, or its socket's name, moves on."""
+    if index == 0 or not listen:
+        return listen
+    if listen.startswith("unix:"):
+        return f"{listen}.{index}"
+    host, _, port = listen.rpartition(":")
+    return f"{host}:{int(port) + index if int(port) else 0}"
