@@ -19,10 +19,10 @@ class FailingServicer(executor_pb2_grpc.ExecutorServiceServicer):
     def __init__(self, error: Exception) -> None:
         self.error = error
 
-    async def GetExecutorInfo(self, request, context):  # noqa: N802
+    async def GetExecutorInfo(self, request, context):
         raise self.error
 
-    async def Session(self, requests, context):  # noqa: N802
+    async def Session(self, requests, context):
         async for _ in requests:
             yield executor_pb2.SessionResponse(gap=executor_pb2.StepGap(last_applied_step=1))
             raise self.error
