@@ -1,0 +1,234 @@
+"""The pool: which blocks are free, cached, used or fenced, and which cached one goes first.
+
+Owns the counts per block and the two lists (a stack of free blocks, an intrusive doubly linked list of cached ones in
+the order of their last use). Every operation is O(1) per block it names, whatever the pool's size.
+Not here: sequences, leases, steps; it only counts owners and fences.
+"""
+
+from collections.abc import Sequence
+
+from cache_service.block import RESERVED_BLOCK, BlockId, BlockState, OwnershipError
+from cache_service.prefix import PrefixIndex
+from cache_service.times import BlockTimes
+
+
+class BlockPool:
+    """States of `num_blocks` blocks, block 0 reserved.
+
+    A block's state follows from its counts: owners > 0 is used; else fences > 0 is fenced; else findable is cached;
+    else free.
+    """
+
+    def __init__(self, num_blocks: int, index: PrefixIndex) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"num_blocks is {num_blocks}: at least 2, of which block 0 is reserved")
+        self.num_blocks = num_blocks
+        self.num_cached = 0
+        self.num_fenced = 0
+        self.num_evicted = 0  # ever
+        self.num_taken = 0  # ever
+        self.times = BlockTimes(num_blocks)
+        self._index = index
+        self._owners = [0] * num_blocks  # block id -> block tables (and copies to come) that name it
+        self._fences = [0] * num_blocks  # block id -> fences around it
+        self._free = [BlockId(block) for block in range(num_blocks - 1, 0, -1)]  # a stack, low ids on top
+        # The linked list of cached blocks, least recently used first; its two ends meet in a sentinel.
+        self._sentinel = num_blocks
+        self._older = [num_blocks] * (num_blocks + 1)
+        self._newer = [num_blocks] * (num_blocks + 1)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - 1 - len(self._free) - self.num_cached - self.num_fenced
+
+    @property
+    def num_available(self) -> int:
+        """What `take` can hand out: free blocks, and cached ones whose content is given up."""
+        return len(self._free) + self.num_cached
+
+    def state_of(self, block: BlockId) -> BlockState:
+        """The state of one block."""
+        if block == RESERVED_BLOCK:
+            return BlockState.RESERVED
+        if self._owners[block]:
+            return BlockState.USED
+        if self._fences[block]:
+            return BlockState.FENCED
+        return BlockState.FREE if self._index.node_of[block] is None else BlockState.CACHED
+
+    def is_owned(self, block: BlockId) -> bool:
+        """Whether some block table names it."""
+        return self._owners[block] > 0
+
+    def num_cached_among(self, blocks: Sequence[BlockId]) -> int:
+        """How many of these (distinct, findable) are in the state cached, so that pinning them takes from `take`."""
+        owners, fences = self._owners, self._fences
+        return sum(not owners[block] and not fences[block] for block in blocks)
+
+    # ------------------------------------------------------------------------------------------------ taking, pinning
+
+    def take(self, num_blocks: int, now: float) -> list[BlockId]:
+        """Hand out blocks with one owner each: free ones first, then the least recently used cached ones.
+
+        Raises:
+            OwnershipError: more than `num_available`; nothing changed.
+        """
+        if num_blocks > self.num_available:
+            raise OwnershipError(f"{num_blocks} blocks of {self.num_available} available")
+        free = self._free
+        while len(free) < num_blocks:
+            self._evict(now)
+        owners, born_at = self._owners, self.times.born_at
+        taken = [free.pop() for _ in range(num_blocks)]
+        for block in taken:
+            owners[block] = 1
+            born_at[block] = now
+        self.num_taken += num_blocks
+        return taken
+
+    def pin(self, blocks: Sequence[BlockId], now: float) -> None:
+        """One more owner for each block; a cached or fenced one becomes used.
+
+        Raises:
+            OwnershipError: a block is free or reserved; nothing changed.
+        """
+        for block in blocks:
+            if self.state_of(block) in (BlockState.FREE, BlockState.RESERVED):
+                raise OwnershipError(f"block {block} is {self.state_of(block).value} and cannot be pinned")
+        for block in blocks:
+            if not self._owners[block]:
+                self._leave_idle(block, now)
+            self._owners[block] += 1
+
+    def _leave_idle(self, block: BlockId, now: float) -> None:
+        if self._fences[block]:
+            self.num_fenced -= 1
+            return
+        self._unlink(block)
+        self.times.reused(block, now)
+
+    # ------------------------------------------------------------------------------------------------ giving back
+
+    def unpin(self, blocks: Sequence[BlockId], now: float, *, fenced: bool = False) -> None:
+        """One owner less for each block, and one fence more if `fenced`. Of blocks that become cached in one call, the
+        first is the first to be evicted: name the tail of a chain first.
+
+        Raises:
+            OwnershipError: a block has fewer owners than times it is named (a double free); nothing changed.
+        """
+        self._drop_owners(blocks)
+        if fenced:
+            fences = self._fences
+            for block in blocks:
+                fences[block] += 1
+        owners = self._owners
+        for block in dict.fromkeys(blocks):
+            if not owners[block]:
+                self._settle(block, now)
+
+    def unfence(self, blocks: Sequence[BlockId], now: float) -> None:
+        """One fence less around each block; order as in `unpin`."""
+        fences, owners = self._fences, self._owners
+        for block in blocks:
+            fences[block] -= 1
+            if not fences[block] and not owners[block]:
+                self.num_fenced -= 1
+                self._settle(block, now)
+
+    def _drop_owners(self, blocks: Sequence[BlockId]) -> None:
+        owners = self._owners
+        for position, block in enumerate(blocks):
+            if owners[block] < 1:
+                for dropped in blocks[:position]:
+                    owners[dropped] += 1
+                raise OwnershipError(f"block {block} is {self.state_of(block).value}: a double free")
+            owners[block] -= 1
+
+    def _settle(self, block: BlockId, now: float) -> None:
+        """Put a block without owners where it belongs."""
+        self.times.last_used_at[block] = now
+        if self._fences[block]:
+            self.num_fenced += 1
+        elif self._index.node_of[block] is None:
+            self._free.append(block)
+        else:
+            self._link_newest(block)
+
+    # ------------------------------------------------------------------------------------------------ eviction order
+
+    def _evict(self, now: float) -> None:
+        block = BlockId(self._newer[self._sentinel])
+        self._unlink(block)
+        self.times.evicted(block, now)
+        self._index.forget(block)
+        self._free.append(block)
+        self.num_evicted += 1
+
+    def _link_newest(self, block: BlockId) -> None:
+        older, newer, sentinel = self._older, self._newer, self._sentinel
+        newest = older[sentinel]
+        newer[newest] = older[sentinel] = block
+        older[block], newer[block] = newest, sentinel
+        self.num_cached += 1
+
+    def _unlink(self, block: BlockId) -> None:
+        older, newer = self._older[block], self._newer[block]
+        self._newer[older], self._older[newer] = newer, older
+        self.num_cached -= 1
+
+    def eviction_order(self) -> list[BlockId]:
+        """Cached blocks, the next to go first. For the self-check and tests."""
+        order: list[BlockId] = []
+        block = self._newer[self._sentinel]
+        while block != self._sentinel and len(order) <= self.num_blocks:
+            order.append(BlockId(block))
+            block = self._newer[block]
+        return order
+
+    # ------------------------------------------------------------------------------------------------- self-check
+
+    def violations(self, num_owners: dict[BlockId, int], num_fences: dict[BlockId, int]) -> list[str]:
+        """What is wrong, given how many owners and fences each block should have; empty when the pool is sound."""
+        found: list[str] = []
+        members: dict[BlockState, set[BlockId]] = {state: set() for state in BlockState}
+        for number in range(self.num_blocks):
+            block = BlockId(number)
+            members[self.state_of(block)].add(block)
+            if self._owners[block] != num_owners.get(block, 0):
+                found.append(f"block {block} counts {self._owners[block]} owners and has {num_owners.get(block, 0)}")
+            if self._fences[block] != num_fences.get(block, 0):
+                found.append(f"block {block} counts {self._fences[block]} fences and has {num_fences.get(block, 0)}")
+        if self._owners[RESERVED_BLOCK] or self._fences[RESERVED_BLOCK] or self._index.node_of[RESERVED_BLOCK]:
+            found.append("the reserved block is owned, fenced or findable")
+        order = self.eviction_order()
+        found.extend(_list_violations("free", self._free, members[BlockState.FREE], self.num_free))
+        found.extend(_list_violations("cached", order, members[BlockState.CACHED], self.num_cached))
+        found.extend(self._count_violations(members))
+        return found
+
+    def _count_violations(self, members: dict[BlockState, set[BlockId]]) -> list[str]:
+        counts = {
+            BlockState.FREE: self.num_free,
+            BlockState.CACHED: self.num_cached,
+            BlockState.USED: self.num_used,
+            BlockState.FENCED: self.num_fenced,
+            BlockState.RESERVED: 1,
+        }
+        found = [
+            f"{counts[state]} blocks are counted {state.value} and {len(members[state])} are"
+            for state in BlockState
+            if counts[state] != len(members[state])
+        ]
+        if sum(counts.values()) != self.num_blocks:
+            found.append(f"the states sum to {sum(counts.values())} of {self.num_blocks}")
+        return found
+
+
+def _list_violations(name: str, listed: list[BlockId], members: set[BlockId], count: int) -> list[str]:
+    if len(listed) == count and len(set(listed)) == count and set(listed) == members:
+        return []
+    return [f"the {name} list holds {sorted(listed)}, counts {count}, and should hold {sorted(members)}"]

@@ -1,0 +1,65 @@
+"""Whether a process of this machine still runs, without ever mistaking a new process for an old one.
+
+A pidfd stays with its process when the number is given to another, and turns readable when the process has ended and
+its memory is unmapped. Not here: what follows from a death (registry, service).
+"""
+
+import asyncio
+import os
+import select
+from collections.abc import Callable
+
+from octavo.errors import FieldViolation, invalid_argument
+
+
+class WatchedProcess:
+    """A process known by its pidfd."""
+
+    def __init__(self, pid: int) -> None:
+        try:
+            self._descriptor = os.pidfd_open(pid)
+        except ProcessLookupError as error:
+            raise invalid_argument(
+                FieldViolation("pid", f"is {pid}, but no such process is to be seen from here; 0 where it cannot be")
+            ) from error
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def is_alive(self) -> bool:
+        """False once the process has ended, also as a zombie that waits to be reaped."""
+        if self._descriptor < 0:
+            return False
+        poll = select.poll()
+        poll.register(self._descriptor, select.POLLIN)
+        return not poll.poll(0)
+
+    def when_dead(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+        """Call back once, in the loop, when the process has ended; at once if it has."""
+        self._loop = loop
+        loop.add_reader(self._descriptor, self._ended, callback)
+
+    def _ended(self, callback: Callable[[], None]) -> None:
+        self._stop_reading()
+        callback()
+
+    def _stop_reading(self) -> None:
+        if self._loop is not None:
+            self._loop.remove_reader(self._descriptor)
+            self._loop = None
+
+    def close(self) -> None:
+        """Stop watching. Idempotent."""
+        if self._descriptor < 0:
+            return
+        self._stop_reading()
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+
+class UnseenProcess:
+    """A process in another namespace: nothing can prove that it is dead, so it counts as alive for ever."""
+
+    def is_alive(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        """Nothing is watched."""

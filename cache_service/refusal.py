@@ -1,0 +1,169 @@
+"""The errors that clients of the block manager meet, each with its reason, its numbers and what to do next.
+
+Here belongs the wording. Not here: when they are raised.
+"""
+
+from cache_service.fence import SessionKey
+from cache_service.operation import LeaseId, SequenceId
+from octavo.errors import Code, OctavoError
+
+
+def no_blocks(num_needed: int, num_available: int, num_fenced: int, num_total: int) -> OctavoError:
+    """RESOURCE_EXHAUSTED: not now, but possible later."""
+    return OctavoError(
+        Code.RESOURCE_EXHAUSTED,
+        "NO_BLOCKS",
+        f"{num_needed} more blocks are needed, {num_available} of {num_total} are to be had "
+        f"({num_fenced} are fenced by steps in flight); release sequences or wait",
+        metadata=_numbers(needed=num_needed, available=num_available, fenced=num_fenced, total=num_total),
+    )
+
+
+def never_fits(num_needed: int, num_usable: int, block_size: int) -> OctavoError:
+    """FAILED_PRECONDITION: not even an empty arena would do."""
+    return OctavoError(
+        Code.FAILED_PRECONDITION,
+        "NEVER_FITS",
+        f"{num_needed} blocks of {block_size} tokens are needed, the arena has {num_usable} in all; "
+        "shorten the sequence or give the arena more bytes",
+        metadata=_numbers(needed=num_needed, usable=num_usable, block_size=block_size),
+    )
+
+
+def unknown_sequence(sequence_id: SequenceId) -> OctavoError:
+    return OctavoError(
+        Code.NOT_FOUND,
+        "UNKNOWN_SEQUENCE",
+        f"sequence {sequence_id} is not held by this lease; allocate it first",
+        metadata=_numbers(sequence_id=sequence_id),
+    )
+
+
+def sequence_released(sequence_id: SequenceId) -> OctavoError:
+    return OctavoError(
+        Code.ABORTED,
+        "RELEASED",
+        f"sequence {sequence_id} was released; its id is never used again, take a new one",
+        metadata=_numbers(sequence_id=sequence_id),
+    )
+
+
+def sequence_exists(sequence_id: SequenceId) -> OctavoError:
+    return OctavoError(
+        Code.ALREADY_EXISTS,
+        "SEQUENCE_EXISTS",
+        f"sequence {sequence_id} is held by this lease already; ids are never used again",
+        metadata=_numbers(sequence_id=sequence_id),
+    )
+
+
+def unknown_arena(arena_id: str) -> OctavoError:
+    return OctavoError(
+        Code.NOT_FOUND,
+        "UNKNOWN_ARENA",
+        f"there is no arena {arena_id!r}; an executor creates it by RegisterExecutor",
+        metadata={"arena_id": arena_id},
+    )
+
+
+def lease_expired(lease_id: LeaseId) -> OctavoError:
+    return OctavoError(
+        Code.FAILED_PRECONDITION,
+        "LEASE_EXPIRED",
+        f"lease {lease_id} is over or was never granted; open a new one, what it held is gone",
+        metadata=_numbers(lease_id=lease_id),
+    )
+
+
+def no_live_lease(client_id: str, client_epoch: int) -> OctavoError:
+    return OctavoError(
+        Code.FAILED_PRECONDITION,
+        "LEASE_EXPIRED",
+        f"client {client_id!r} has no live lease of epoch {client_epoch}; the router opens its lease first",
+        metadata={"client_id": client_id, "client_epoch": str(client_epoch)},
+    )
+
+
+def sequence_gap(number: int, expected: int) -> OctavoError:
+    return OctavoError(
+        Code.ABORTED,
+        "SEQUENCE_GAP",
+        f"message {number} of the lease came where {expected} was expected; only the last message may be repeated, "
+        "unchanged",
+        metadata=_numbers(got=number, expected=expected),
+    )
+
+
+def stale_epoch(who: str, epoch: int, current: int) -> OctavoError:
+    return OctavoError(
+        Code.FAILED_PRECONDITION,
+        "STALE_EPOCH",
+        f"epoch {epoch} of {who} is over or was never granted (the last is {current}); ask for a new one with 0",
+        metadata={"epoch": str(epoch), "current": str(current)},
+    )
+
+
+def unknown_session(session: SessionKey) -> OctavoError:
+    return OctavoError(
+        Code.FAILED_PRECONDITION,
+        "UNKNOWN_SESSION",
+        f"session {session.session_id} of executor {session.executor_id!r}, epoch {session.executor_epoch}, "
+        "was never announced for this lease; the executor calls OpenSession before it answers Opened",
+        metadata=_session(session),
+    )
+
+
+def session_closed(session: SessionKey) -> OctavoError:
+    return OctavoError(
+        Code.FAILED_PRECONDITION,
+        "SESSION_CLOSED",
+        f"session {session.session_id} of executor {session.executor_id!r} was closed; take a new id",
+        metadata=_session(session),
+    )
+
+
+def session_taken(session: SessionKey) -> OctavoError:
+    return OctavoError(
+        Code.ALREADY_EXISTS,
+        "SESSION_TAKEN",
+        f"session {session.session_id} of executor {session.executor_id!r} belongs to another lease; take a new id",
+        metadata=_session(session),
+    )
+
+
+def executor_alive(executor_id: str, epoch: int) -> OctavoError:
+    return OctavoError(
+        Code.FAILED_PRECONDITION,
+        "EXECUTOR_ALIVE",
+        f"executor {executor_id!r} of epoch {epoch} still lives and may write into the arena; "
+        "stop it first, or register under another id",
+        metadata={"executor_id": executor_id, "epoch": str(epoch)},
+    )
+
+
+def geometry_mismatch(arena_id: str, what: str, holds: str, asked: str) -> OctavoError:
+    return OctavoError(
+        Code.FAILED_PRECONDITION,
+        "GEOMETRY_MISMATCH",
+        f"arena {arena_id!r} is in use with {what} {holds}, this executor asks for {asked}; "
+        "wait until it is empty, or use another arena",
+        metadata={"arena_id": arena_id, "holds": holds, "asked": asked},
+    )
+
+
+def arena_too_large(needed_bytes: int, free_bytes: int, where: str) -> OctavoError:
+    return OctavoError(
+        Code.RESOURCE_EXHAUSTED,
+        "ARENA_TOO_LARGE",
+        f"the arena needs {needed_bytes} bytes, {where} has {free_bytes} free; "
+        "ask for fewer KV bytes, or make it larger",
+        metadata=_numbers(needed_bytes=needed_bytes, free_bytes=free_bytes),
+    )
+
+
+def _session(session: SessionKey) -> dict[str, str]:
+    return {field: str(value) for field, value in session._asdict().items()}
+
+
+def _numbers(**numbers: int) -> dict[str, str]:
+    return {name: str(number) for name, number in numbers.items()}

@@ -1,0 +1,113 @@
+"""Executors and their sessions: which processes may write into an arena, and in whose name.
+
+An epoch is one process. It ends when that process is known to be dead, never by a timeout: a stopped process that
+wakes would write into shared memory. Here belongs who lives and which sessions are open. Not here: how a process is
+watched (process), memory (arena), blocks (manager).
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Protocol
+
+from cache_service import refusal
+from cache_service.fence import SessionKey
+from cache_service.lease import grant_epoch
+from cache_service.operation import LeaseId
+
+
+class Process(Protocol):
+    """The process behind an executor epoch."""
+
+    def is_alive(self) -> bool:
+        """False only when it is certain that the process runs no more."""
+
+    def close(self) -> None:
+        """Stop watching."""
+
+
+@dataclass(slots=True, eq=False)
+class Executor:
+    """The last process of an executor id."""
+
+    executor_id: str
+    epoch: int
+    arena_id: str
+    process: Process
+    is_alive: bool = True
+    owner_of: dict[int, LeaseId] = field(default_factory=dict)  # open session id -> lease it runs for
+    closed: set[int] = field(default_factory=set)  # session ids that are over
+
+
+class SessionStanding(Enum):
+    OPEN = auto()
+    OVER = auto()  # closed, or of an executor process that is dead
+    UNKNOWN = auto()  # never announced
+
+
+class ExecutorRegistry:
+    """Every executor id that ever registered, with its last epoch."""
+
+    def __init__(self) -> None:
+        self._executors: dict[str, Executor] = {}
+
+    @property
+    def num_alive(self) -> int:
+        return sum(executor.is_alive for executor in list(self._executors.values()))
+
+    def find(self, executor_id: str) -> Executor | None:
+        return self._executors.get(executor_id)
+
+    def find_alive(self, executor_id: str, epoch: int) -> Executor:
+        """The live executor of this very epoch. Raises FAILED_PRECONDITION STALE_EPOCH."""
+        executor = self._executors.get(executor_id)
+        if executor is None or executor.epoch != epoch or not executor.is_alive:
+            raise refusal.stale_epoch(f"executor {executor_id!r}", epoch, executor.epoch if executor else 0)
+        return executor
+
+    def any_alive_on(self, arena_id: str) -> bool:
+        return any(executor.is_alive and executor.arena_id == arena_id for executor in self._executors.values())
+
+    def admit(self, executor_id: str, arena_id: str, process: Process, unix_ms: int) -> Executor:
+        """A new epoch, higher than any before of this id, which must not be alive."""
+        earlier = self._executors.get(executor_id)
+        epoch = grant_epoch(earlier.epoch if earlier else 0, unix_ms)
+        executor = self._executors[executor_id] = Executor(executor_id, epoch, arena_id, process)
+        return executor
+
+    def end_epoch(self, executor: Executor) -> list[SessionKey]:
+        """Its process is dead. Returns the sessions that ended with it."""
+        executor.is_alive = False
+        ended = [SessionKey(executor.executor_id, executor.epoch, session_id) for session_id in executor.owner_of]
+        executor.owner_of.clear()
+        executor.closed.clear()
+        executor.process.close()
+        return ended
+
+    def standing(self, session: SessionKey) -> SessionStanding:
+        """Whether steps of this session may still run."""
+        executor = self._executors.get(session.executor_id)
+        if executor is None or session.executor_epoch > executor.epoch:
+            return SessionStanding.UNKNOWN
+        if session.executor_epoch < executor.epoch or not executor.is_alive or session.session_id in executor.closed:
+            return SessionStanding.OVER
+        return SessionStanding.OPEN if session.session_id in executor.owner_of else SessionStanding.UNKNOWN
+
+    def open_session(self, session: SessionKey, lease_id: LeaseId) -> Executor:
+        """Announce a session for a lease. Idempotent.
+
+        Raises:
+            OctavoError: STALE_EPOCH, SESSION_CLOSED, ALREADY_EXISTS SESSION_TAKEN (by another lease).
+        """
+        executor = self.find_alive(session.executor_id, session.executor_epoch)
+        if session.session_id in executor.closed:
+            raise refusal.session_closed(session)
+        if executor.owner_of.setdefault(session.session_id, lease_id) != lease_id:
+            raise refusal.session_taken(session)
+        return executor
+
+    def close_session(self, session: SessionKey) -> None:
+        """No step of it runs or will run; its id cannot be opened any more. Idempotent."""
+        executor = self._executors.get(session.executor_id)
+        if executor is not None and executor.is_alive and executor.epoch == session.executor_epoch:
+            executor.owner_of.pop(session.session_id, None)
+            executor.closed.add(session.session_id)
