@@ -184,7 +184,17 @@ def _add_argument(parser: Any, *names: str, **options: Any) -> Any:
     """As argparse; but whole sections cannot be given as JSON, so they are not offered."""
     if options.get("const") == "{}":
         return None
+    options["help"] = _tidy(options["help"])
+    if options.get("action") == "append":
+        options["metavar"] = "a,b,..."
     return parser.add_argument(*names, **options)
+
+
+def _tidy(text: str) -> str:
+    """No default where there is none; switches are on or off."""
+    for ending, instead in (("null", ""), ("()", ""), ("False", "off"), ("True", "on")):
+        text = text.replace(f" (default: {ending})", f" (default: {instead})" if instead else "")
+    return text
 
 
 def _refuse_unknown_variables(prefix: str, model: type[BaseModel], environ: Mapping[str, str]) -> None:
