@@ -1,0 +1,46 @@
+"""What a kernel's launch parameters depend on, read once from the device."""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from kernels.numeric import INTERPRETED
+
+
+@dataclass(frozen=True)
+class DeviceProperties:
+    """Properties that choose tile sizes and splits; nothing else of the hardware may."""
+
+    name: str
+    num_multiprocessors: int
+    shared_memory_bytes: int  # that one program may have, opt-in limit
+    native_fp8: bool  # converts e4m3fn by instruction
+
+
+A100 = DeviceProperties("sm_80", 108, 163 * 1024, native_fp8=False)
+H100 = DeviceProperties("sm_90", 132, 227 * 1024, native_fp8=True)
+B200 = DeviceProperties("sm_100", 148, 227 * 1024, native_fp8=True)
+MI300X = DeviceProperties("gfx942", 304, 64 * 1024, native_fp8=False)  # its e4m3 is another one (fnuz)
+INTERPRETER = DeviceProperties("interpreter", 8, 227 * 1024, native_fp8=False)
+
+
+@functools.cache
+def device_properties(device: torch.device) -> DeviceProperties:
+    """Properties of `device`; RuntimeError where no kernel of this package can run on it."""
+    if INTERPRETED:
+        return INTERPRETER
+    if device.type != "cuda":
+        raise RuntimeError(
+            f"Triton kernels need a CUDA or ROCm device and were given {device}; on a CPU they run only in Triton's "
+            "interpreter: set TRITON_INTERPRET=1 before Python starts, or choose the `cpu` back end"
+        )
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return DeviceProperties(properties.gcnArchName, properties.multi_processor_count, 64 * 1024, native_fp8=False)
+    return DeviceProperties(
+        f"sm_{properties.major}{properties.minor}",
+        properties.multi_processor_count,
+        properties.shared_memory_per_block_optin,
+        native_fp8=(properties.major, properties.minor) >= (8, 9),
+    )
