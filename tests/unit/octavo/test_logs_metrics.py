@@ -1,0 +1,101 @@
+"""The form of a log line, and a metrics server that nothing stops."""
+
+import logging
+import urllib.error
+import urllib.request
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+
+from octavo.logs import MAX_MESSAGE_CHARS, LineFormatter, configure_logging
+from octavo.metrics import ITERATION_TOKENS, start_metrics_server, token_count_buckets
+
+
+def line_of(message: str) -> str:
+    record = logging.LogRecord("router.engine", logging.INFO, "file", 1, message, (), None)
+    return LineFormatter("router").format(record)
+
+
+def test_line_says_when_who_and_what(monkeypatch):
+    monkeypatch.delenv("OCTAVO_LOG_PREFIXED", raising=False)
+    assert line_of("hello").endswith("Z INFO router router.engine: hello")
+    monkeypatch.setenv("OCTAVO_LOG_PREFIXED", "1")
+    assert line_of("hello").endswith("Z INFO router.engine: hello")
+
+
+def test_prompt_of_a_million_ids_does_not_become_a_log_line():
+    """Field failure 36: an error that would contain the prompt."""
+    line = line_of("begin " + "7, " * 1_500_000 + "end")
+    assert len(line) < MAX_MESSAGE_CHARS + 200
+    assert "begin" in line
+    assert line.endswith("end")
+
+
+def test_unknown_level_is_refused():
+    with pytest.raises(ValueError, match="choose one of debug, info"):
+        configure_logging("router", "loud")
+
+
+def fetch(port: int, path: str = "/metrics", **headers: str):
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers=headers)
+    return urllib.request.urlopen(request, timeout=5)
+
+
+@pytest.fixture
+def registry():
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def server(registry):
+    server = start_metrics_server(registry, "127.0.0.1:0")
+    yield server
+    server.close()
+
+
+def test_scrape_is_the_plain_text_format_whatever_is_accepted(server, registry):
+    Counter("octavo_things", "Things.", registry=registry).inc()
+    with fetch(server.port, Accept="application/openmetrics-text; version=1.0.0") as response:
+        assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        assert b"octavo_things_total 1.0" in response.read()
+
+
+def test_metric_that_fails_stops_neither_process_nor_server(server, registry):
+    class Broken:
+        def collect(self):
+            raise RuntimeError("state is gone")
+
+        def describe(self):
+            return []
+
+    broken = Broken()
+    registry.register(broken)
+    with pytest.raises(urllib.error.HTTPError) as failed:
+        fetch(server.port)
+    assert failed.value.code == 500
+    registry.unregister(broken)
+    assert fetch(server.port).status == 200
+
+
+def test_other_paths_point_to_the_metrics(server):
+    with pytest.raises(urllib.error.HTTPError) as failed:
+        fetch(server.port, "/")
+    assert failed.value.code == 404
+
+
+def test_taken_address_is_named(server, registry):
+    with pytest.raises(OSError, match=f"127.0.0.1:{server.port}"):
+        start_metrics_server(registry, f"127.0.0.1:{server.port}")
+
+
+@pytest.mark.parametrize("listen", ["9700", "localhost", "localhost:http", ""])
+def test_address_without_a_port_is_refused(registry, listen):
+    with pytest.raises(ValueError, match="host:port"):
+        start_metrics_server(registry, listen)
+
+
+def test_buckets_of_counts():
+    assert token_count_buckets(30) == (1, 2, 5, 10, 20, 30)
+    assert token_count_buckets(50) == (1, 2, 5, 10, 20, 50)
+    assert ITERATION_TOKENS[:3] == (1, 8, 16)
+    assert ITERATION_TOKENS[-1] == 16384
