@@ -5,11 +5,36 @@ its memory is unmapped. Not here: what follows from a death (registry, service).
 """
 
 import asyncio
+import logging
 import os
 import select
 from collections.abc import Callable
+from typing import Protocol
 
 from octavo.errors import FieldViolation, invalid_argument
+
+log = logging.getLogger(__name__)
+
+
+class Watched(Protocol):
+    """A process that is watched in an event loop."""
+
+    def is_alive(self) -> bool:
+        """False only when it is certain that the process runs no more."""
+
+    def when_dead(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+        """Call back once, in the loop, when the process has ended; at once if it has."""
+
+    def close(self) -> None:
+        """Stop watching. Idempotent."""
+
+
+def watch_process(pid: int) -> Watched:
+    """Watch a process by the pid that it has here; 0: it cannot be seen from here."""
+    if pid:
+        return WatchedProcess(pid)
+    log.warning("an executor gives no pid: its epoch cannot end before this cache service does")
+    return UnseenProcess()
 
 
 class WatchedProcess:
@@ -60,6 +85,9 @@ class UnseenProcess:
 
     def is_alive(self) -> bool:
         return True
+
+    def when_dead(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+        """Never calls back."""
 
     def close(self) -> None:
         """Nothing is watched."""

@@ -87,6 +87,9 @@ class CacheService:
     def arenas(self) -> list[ManagedArena]:
         return list(self._arenas.values())
 
+    def has_arena(self, arena_id: str) -> bool:
+        return arena_id in self._arenas
+
     def find_arena(self, arena_id: str) -> ManagedArena:
         """Raises NOT_FOUND UNKNOWN_ARENA."""
         if arena_id not in self._arenas:

@@ -1,0 +1,84 @@
+"""The parts of a running cache service, put together and taken apart.
+
+Here belongs construction and its order. Not here: signals and exit codes (`__main__`), what any part does.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+
+from cache_service.arena import create_arena, reclaim_stale
+from cache_service.config import CacheServiceConfig
+from cache_service.expiry import Expiry
+from cache_service.geometry import KvGeometry
+from cache_service.metrics import make_registry
+from cache_service.process import Watched, watch_process
+from cache_service.service import ArenaMemory, CacheService
+from cache_service.servicer import BlockManagerServicer, Clock, MakeArena, start_cache_server
+from octavo.metrics import start_metrics_server
+from octavo.rpc import ServerParts
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """What reaches outside of this process, in one place so that tests can hold it."""
+
+    make_arena: MakeArena
+    watch_process: Callable[[int], Watched]
+    clock: Clock
+
+
+@dataclass(frozen=True, slots=True)
+class RunningApp:
+    """A cache service that takes calls."""
+
+    service: CacheService
+    server: ServerParts
+    metrics_port: int  # 0: no metrics are served
+
+
+def outside_of(config: CacheServiceConfig) -> Outside:
+    """The real outside: POSIX shared memory, pidfds, the clocks of this machine."""
+    return Outside(partial(_make_arena, config.shared_memory_dir), watch_process, Clock())
+
+
+def _make_arena(
+    directory: str, arena_id: str, model_fingerprint: str, geometry: KvGeometry, kv_bytes: int
+) -> ArenaMemory:
+    reclaim_stale(directory)  # segments whose last holder died since the start
+    return create_arena(arena_id, model_fingerprint, geometry, kv_bytes, directory=directory)
+
+
+@asynccontextmanager
+async def running(
+    config: CacheServiceConfig, outside: Outside, service: CacheService | None = None
+) -> AsyncIterator[RunningApp]:
+    """Serve `config.listen` and `config.metrics_listen` while the context lasts, then unlink every arena.
+
+    Raises:
+        OSError, ValueError: an address is taken, not ours, or none.
+    """
+    service = service or CacheService()
+    servicer = BlockManagerServicer(service, config, outside.make_arena, outside.watch_process, outside.clock)
+    metrics = start_metrics_server(make_registry(service), config.metrics_listen) if config.metrics_listen else None
+    try:
+        server = await start_cache_server(config.listen, servicer, enable_reflection=config.reflection)
+        expiry = Expiry(service, config.expiry_interval_s, outside.clock.monotonic_s())
+        looking = asyncio.create_task(expiry.run(outside.clock.monotonic_s))
+        try:
+            await server.set_serving(True)
+            yield RunningApp(service, server, metrics.port if metrics else 0)
+        finally:
+            looking.cancel()
+            with suppress(asyncio.CancelledError):
+                await looking
+            await server.drain(config.drain_accept_window_s, config.drain_grace_s)
+    finally:
+        service.close()
+        if metrics is not None:
+            metrics.close()

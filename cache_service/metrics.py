@@ -1,0 +1,110 @@
+"""The metrics of the cache service, computed from its state at each scrape, so that none can freeze.
+
+Here belongs what each is called and what it counts. Not here: counting, which the state does for itself.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from cache_service.service import CacheService, ManagedArena
+from cache_service.times import DurationHistogram
+
+STATES = ("free", "cached", "used", "fenced", "reserved")
+
+
+def make_registry(service: CacheService) -> CollectorRegistry:
+    """A registry of its own with everything that this process exports."""
+    registry = CollectorRegistry()
+    registry.register(CacheServiceCollector(service))
+    return registry
+
+
+class CacheServiceCollector(Collector):
+    """Reads the service from the scraper's thread: plain numbers and copies of small tables, nothing is locked."""
+
+    def __init__(self, service: CacheService) -> None:
+        self._service = service
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing to run at registration."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Every family, with one sample or set of samples per arena."""
+        arenas = self._service.arenas()
+        yield _blocks(arenas)
+        yield GaugeMetricFamily("octavo_kv_leases", "Live leases.", value=self._service.num_leases)
+        yield GaugeMetricFamily("octavo_kv_executors", "Registered executors alive.", value=self._service.num_executors)
+        yield _sequences(arenas)
+        yield _config_info(arenas)
+        yield from _counters(arenas)
+        yield from _histograms(arenas)
+
+
+def _name(arena: ManagedArena) -> str:
+    return arena.memory.description.arena_id
+
+
+def _blocks(arenas: list[ManagedArena]) -> Metric:
+    family = GaugeMetricFamily("octavo_kv_blocks", "KV blocks by state.", labels=["arena", "state"])
+    for arena in arenas:
+        stats = arena.manager.stats()
+        for state in STATES:
+            family.add_metric([_name(arena), state], getattr(stats, f"{state}_blocks"))
+    return family
+
+
+def _sequences(arenas: list[ManagedArena]) -> Metric:
+    family = GaugeMetricFamily("octavo_kv_sequences", "Sequences that hold blocks.", labels=["arena"])
+    for arena in arenas:
+        family.add_metric([_name(arena)], arena.manager.num_sequences)
+    return family
+
+
+def _config_info(arenas: list[ManagedArena]) -> Metric:
+    labels = ["arena", "block_size", "num_blocks", "block_bytes", "kv_dtype", "model_fingerprint"]
+    family = GaugeMetricFamily("octavo_cache_config_info", "Always 1; the labels say what the arena is.", labels=labels)
+    for arena in arenas:
+        about = arena.memory.description
+        values = [about.geometry.block_size, about.num_blocks, about.layout.block_bytes, about.geometry.dtype]
+        family.add_metric([_name(arena), *map(str, values), about.model_fingerprint], 1)
+    return family
+
+
+def _counters(arenas: list[ManagedArena]) -> Iterator[Metric]:
+    for name, text, field in (
+        ("octavo_prefix_cache_queries", "Tokens of allocations that looked for a cached prefix.", "queried_tokens"),
+        ("octavo_prefix_cache_hits", "Tokens of those that were cached.", "hit_tokens"),
+        ("octavo_kv_blocks_allocated", "Blocks handed out.", "allocated_blocks"),
+        ("octavo_kv_blocks_evicted", "Cached blocks whose content was given up.", "evicted_blocks"),
+        ("octavo_kv_blocks_copied", "Blocks copied by forks.", "copied_blocks"),
+    ):
+        family = CounterMetricFamily(name, text, labels=["arena"])
+        for arena in arenas:
+            family.add_metric([_name(arena)], getattr(arena.manager.stats(), field))
+        yield family
+
+
+def _histograms(arenas: list[ManagedArena]) -> Iterator[Metric]:
+    for name, text, field in (
+        ("octavo_kv_block_lifetime_seconds", "From handing a block out to giving its content up.", "lifetime"),
+        ("octavo_kv_block_idle_before_evict_seconds", "From a block's last use to eviction.", "idle_before_evict"),
+        ("octavo_kv_block_reuse_gap_seconds", "From a cached block's last use to its next hit.", "reuse_gap"),
+    ):
+        family = HistogramMetricFamily(name, text, labels=["arena"])
+        for arena in arenas:
+            histogram: DurationHistogram = getattr(arena.manager.block_times, field)
+            family.add_metric([_name(arena)], _cumulative(histogram), histogram.sum_s)
+        yield family
+
+
+def _cumulative(histogram: DurationHistogram) -> list[tuple[str, float]]:
+    buckets: list[tuple[str, float]] = []
+    total = 0
+    for bound, count in zip([*map(str, histogram.bounds_s), "+Inf"], list(histogram.counts), strict=True):
+        total += count
+        buckets.append((bound, total))
+    return buckets

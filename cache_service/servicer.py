@@ -1,0 +1,285 @@
+"""BlockManagerService: calls in, the service's answers out.
+
+One event loop is the one mutator: no handler waits between reading a request and having its answer, except for the
+making of an arena. Here belongs translation of whole calls. Not here: decisions (service), shapes (servicer_messages).
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+
+from cache_service.config import CacheServiceConfig
+from cache_service.geometry import KvGeometry
+from cache_service.lease import Lease
+from cache_service.operation import Allocation, LeaseId, SequenceId
+from cache_service.process import Watched
+from cache_service.registry import Executor
+from cache_service.service import ArenaMemory, CacheService, Registration
+from cache_service.servicer_messages import (
+    allocated_message,
+    allocation_of,
+    arena_message,
+    commit_of,
+    extended_message,
+    extension_of,
+    extras_of,
+    fork_of,
+    forked_message,
+    header_of,
+    item_status,
+    registration_of,
+    release_of,
+    session_of,
+    stats_message,
+    steps_of,
+    tokens_of,
+)
+from octavo.errors import FieldViolation, invalid_argument
+from octavo.rpc import ServerParts, start_server
+from octavo.v1 import cache_pb2, cache_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+Response = TypeVar("Response")
+
+
+class MakeArena(Protocol):
+    """Makes memory; may take seconds; raises OctavoError."""
+
+    def __call__(self, arena_id: str, model_fingerprint: str, geometry: KvGeometry, kv_bytes: int) -> ArenaMemory: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """The two clocks of this process, in one place so that tests can hold them."""
+
+    monotonic_s: Callable[[], float] = time.monotonic
+    unix_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000
+
+
+class BlockManagerServicer(cache_pb2_grpc.BlockManagerServiceServicer):
+    """Serves one `CacheService`.
+
+    Args:
+        make_arena: called in a thread.
+        watch_process: of a pid as this process sees it, 0 where it cannot; raises INVALID_ARGUMENT.
+    """
+
+    def __init__(
+        self,
+        service: CacheService,
+        config: CacheServiceConfig,
+        make_arena: MakeArena,
+        watch_process: Callable[[int], Watched],
+        clock: Clock,
+    ) -> None:
+        self._service = service
+        self._config = config
+        self._make_arena = make_arena
+        self._watch_process = watch_process
+        self._clock = clock
+        self._registering = asyncio.Lock()
+
+    # ------------------------------------------------------------------------------------------- executors, sessions
+
+    async def RegisterExecutor(
+        self, request: cache_pb2.RegisterExecutorRequest, context: grpc.aio.ServicerContext
+    ) -> cache_pb2.RegisterExecutorResponse:
+        # Shielded: a caller that leaves must not leave a half-made arena behind.
+        registration = asyncio.ensure_future(self._register(registration_of(request), request.pid))
+        executor = await asyncio.shield(registration)
+        arena = self._service.find_arena(executor.arena_id).memory.description
+        return cache_pb2.RegisterExecutorResponse(arena=arena_message(arena), executor_epoch=executor.epoch)
+
+    async def _register(self, asked: Registration, pid: int) -> Executor:
+        async with self._registering:
+            executor = self._service.begin_registration(asked, self._now())
+            if executor is not None:
+                return executor
+            process = self._watch_process(pid)
+            try:
+                made = await self._make_missing_arena(asked)
+            except BaseException:
+                process.close()
+                raise
+            executor = self._service.finish_registration(asked, made, process, self._clock.unix_ms())
+            process.when_dead(asyncio.get_running_loop(), partial(self._end_executor, executor))
+            return executor
+
+    async def _make_missing_arena(self, asked: Registration) -> ArenaMemory | None:
+        if self._service.has_arena(asked.arena_id):
+            return None
+        return await asyncio.to_thread(
+            self._make_arena, asked.arena_id, asked.model_fingerprint, asked.geometry, asked.kv_bytes
+        )
+
+    def _end_executor(self, executor: Executor) -> None:
+        self._service.end_executor(executor, self._now())
+
+    async def OpenSession(
+        self, request: cache_pb2.OpenSessionRequest, context: grpc.aio.ServicerContext
+    ) -> cache_pb2.OpenSessionResponse:
+        self._service.open_session(session_of(request.session), request.client_id, request.client_epoch)
+        return cache_pb2.OpenSessionResponse()
+
+    async def ListOrphanedSessions(
+        self, request: cache_pb2.ListOrphanedSessionsRequest, context: grpc.aio.ServicerContext
+    ) -> cache_pb2.ListOrphanedSessionsResponse:
+        session_ids = self._service.orphaned_sessions(request.executor_id, request.executor_epoch)
+        return cache_pb2.ListOrphanedSessionsResponse(session_ids=session_ids)
+
+    async def CloseSession(
+        self, request: cache_pb2.CloseSessionRequest, context: grpc.aio.ServicerContext
+    ) -> cache_pb2.CloseSessionResponse:
+        self._service.close_session(session_of(request.session), self._now())
+        return cache_pb2.CloseSessionResponse()
+
+    async def GetArena(
+        self, request: cache_pb2.GetArenaRequest, context: grpc.aio.ServicerContext
+    ) -> cache_pb2.GetArenaResponse:
+        description = self._service.find_arena(request.arena_id).memory.description
+        return cache_pb2.GetArenaResponse(arena=arena_message(description))
+
+    # ---------------------------------------------------------------------------------------------------------- leases
+
+    async def OpenLease(
+        self, request: cache_pb2.OpenLeaseRequest, context: grpc.aio.ServicerContext
+    ) -> cache_pb2.OpenLeaseResponse:
+        lease = self._service.open_lease(
+            request.client_id, request.client_epoch, self._grant_ttl_s(request), self._now(), self._clock.unix_ms()
+        )
+        return cache_pb2.OpenLeaseResponse(
+            lease_id=lease.lease_id,
+            ttl=_duration(lease.ttl_s),
+            last_sequence_number=lease.last_number,
+            client_epoch=lease.client_epoch,
+        )
+
+    def _grant_ttl_s(self, request: cache_pb2.OpenLeaseRequest) -> float:
+        if not request.HasField("ttl"):
+            return self._config.default_lease_ttl_s
+        asked_s = request.ttl.seconds + request.ttl.nanos / 1e9
+        if asked_s <= 0:
+            raise invalid_argument(FieldViolation("ttl", f"is {asked_s:g} s; above 0, or unset for the default"))
+        return min(max(asked_s, self._config.min_lease_ttl_s), self._config.max_lease_ttl_s)
+
+    async def KeepLeaseAlive(
+        self, request: cache_pb2.KeepLeaseAliveRequest, context: grpc.aio.ServicerContext
+    ) -> cache_pb2.KeepLeaseAliveResponse:
+        steps = steps_of(request.acknowledged)
+        lease = self._service.keep_lease_alive(LeaseId(request.lease_id), steps, self._now())
+        return cache_pb2.KeepLeaseAliveResponse(ttl=_duration(lease.ttl_s))
+
+    async def CloseLease(
+        self, request: cache_pb2.CloseLeaseRequest, context: grpc.aio.ServicerContext
+    ) -> cache_pb2.CloseLeaseResponse:
+        self._service.close_lease(LeaseId(request.lease_id), steps_of(request.free_after), self._now())
+        return cache_pb2.CloseLeaseResponse()
+
+    # ------------------------------------------------------------------------------------------------------- sequences
+
+    async def MatchPrefix(
+        self, request: cache_pb2.MatchPrefixRequest, context: grpc.aio.ServicerContext
+    ) -> cache_pb2.MatchPrefixResponse:
+        if not request.token_ids:
+            raise invalid_argument(FieldViolation("token_ids", "is empty; at least one token"))
+        asked = Allocation(SequenceId(0), tokens_of(request.token_ids), extras_of(request.extras))
+        return cache_pb2.MatchPrefixResponse(num_cached_tokens=self._service.match_prefix(request.arena_id, asked))
+
+    async def AllocateSequences(
+        self, request: cache_pb2.AllocateSequencesRequest, context: grpc.aio.ServicerContext
+    ) -> cache_pb2.AllocateSequencesResponse:
+        def apply(lease: Lease) -> cache_pb2.AllocateSequencesResponse:
+            items = list(map(allocation_of, request.allocations))
+            answers = self._service.allocate(lease, request.arena_id, items, self._now())
+            sequences = [allocated_message(answer, f"allocations[{i}]") for i, answer in enumerate(answers)]
+            return cache_pb2.AllocateSequencesResponse(sequences=sequences)
+
+        return self._in_order(request, apply)
+
+    async def ExtendSequences(
+        self, request: cache_pb2.ExtendSequencesRequest, context: grpc.aio.ServicerContext
+    ) -> cache_pb2.ExtendSequencesResponse:
+        def apply(lease: Lease) -> cache_pb2.ExtendSequencesResponse:
+            answers = self._service.extend(lease, list(map(extension_of, request.extensions)), self._now())
+            sequences = [extended_message(answer, f"extensions[{i}]") for i, answer in enumerate(answers)]
+            return cache_pb2.ExtendSequencesResponse(sequences=sequences)
+
+        return self._in_order(request, apply)
+
+    async def CommitBlocks(
+        self, request: cache_pb2.CommitBlocksRequest, context: grpc.aio.ServicerContext
+    ) -> cache_pb2.CommitBlocksResponse:
+        def apply(lease: Lease) -> cache_pb2.CommitBlocksResponse:
+            answers = self._service.commit(lease, list(map(commit_of, request.commits)), self._now())
+            statuses = [item_status(answer, f"commits[{i}]") for i, answer in enumerate(answers)]
+            return cache_pb2.CommitBlocksResponse(statuses=statuses)
+
+        return self._in_order(request, apply)
+
+    async def ForkSequences(
+        self, request: cache_pb2.ForkSequencesRequest, context: grpc.aio.ServicerContext
+    ) -> cache_pb2.ForkSequencesResponse:
+        def apply(lease: Lease) -> cache_pb2.ForkSequencesResponse:
+            answers = self._service.fork(lease, list(map(fork_of, request.forks)), self._now())
+            forks = [forked_message(answer, f"forks[{i}]") for i, answer in enumerate(answers)]
+            return cache_pb2.ForkSequencesResponse(forks=forks)
+
+        return self._in_order(request, apply)
+
+    async def ReleaseSequences(
+        self, request: cache_pb2.ReleaseSequencesRequest, context: grpc.aio.ServicerContext
+    ) -> cache_pb2.ReleaseSequencesResponse:
+        def apply(lease: Lease) -> cache_pb2.ReleaseSequencesResponse:
+            items = [release_of(message, f"releases[{i}]") for i, message in enumerate(request.releases)]
+            answers = self._service.release(lease, items, self._now())
+            statuses = [item_status(answer, f"releases[{i}]") for i, answer in enumerate(answers)]
+            return cache_pb2.ReleaseSequencesResponse(statuses=statuses)
+
+        return self._in_order(request, apply)
+
+    def _in_order(self, request: Any, apply: Callable[[Lease], Response]) -> Response:
+        # A number used for another kind of message is no repetition.
+        named = (type(request), request)
+        return self._service.in_order(header_of(request.header), named, apply, self._now())
+
+    # ----------------------------------------------------------------------------------------------------------- stats
+
+    async def GetStats(
+        self, request: cache_pb2.GetStatsRequest, context: grpc.aio.ServicerContext
+    ) -> cache_pb2.GetStatsResponse:
+        service = self._service
+        arenas = [service.find_arena(request.arena_id)] if request.arena_id else service.arenas()
+        between = service.violations() if request.self_check else []
+        stats = [
+            stats_message(arena, [*arena.manager.self_check(), *between] if request.self_check else [])
+            for arena in arenas
+        ]
+        return cache_pb2.GetStatsResponse(
+            arenas=stats, num_leases=service.num_leases, num_executors=service.num_executors
+        )
+
+    def _now(self) -> float:
+        return self._clock.monotonic_s()
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(int(seconds * 1e9))
+    return duration
+
+
+async def start_cache_server(
+    listen: str, servicer: BlockManagerServicer, *, enable_reflection: bool = True
+) -> ServerParts:
+    """Serve on `host:port` or `unix:/path`. Raises OSError when the address is taken or not ours."""
+    name = cache_pb2.DESCRIPTOR.services_by_name["BlockManagerService"].full_name
+    register = partial(cache_pb2_grpc.add_BlockManagerServiceServicer_to_server, servicer)
+    return await start_server(listen, [(name, register)], enable_reflection=enable_reflection)
