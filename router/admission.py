@@ -1,0 +1,109 @@
+"""Who may come in, with how many blocks, and who must leave: pure decisions, no state of their own.
+
+Not here: the queue itself, and messages to the cache service.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from octavo.errors import Code, OctavoError
+from router.model import Model, blocks_for
+from router.request import CheckedRequest, FinishReason, RequestSpec
+from router.scheduler import Row
+
+# Above this share of the pool nobody gets blocks beyond the tokens there are.
+PRESSURE_RATIO = 0.85
+
+
+def fit(checked: CheckedRequest, prompt_ids: tuple[int, ...], model: Model) -> RequestSpec:
+    """Bound the answer by context and pool, and refuse at once what can never fit.
+
+    Raises:
+        OctavoError: FAILED_PRECONDITION with the numbers.
+    """
+    num_prompt, wanted = len(prompt_ids), checked.stopping.max_tokens
+    # The last generated token needs no KV, so the pool holds one token more than its blocks do.
+    pool_tokens = model.num_usable_blocks * model.block_size + 1
+    room = min(model.max_context_tokens, pool_tokens) - num_prompt
+    if room < max(1, wanted or 1):
+        raise _never_fits(num_prompt, wanted, model, pool_tokens)
+    if wanted is None:
+        _check_min_tokens(checked.stopping.min_tokens, room)
+        return RequestSpec(checked, prompt_ids, room, FinishReason.CONTEXT_LENGTH)
+    return RequestSpec(checked, prompt_ids, wanted, FinishReason.MAX_TOKENS)
+
+
+def check_prompt_length(num_prompt: int, model: Model) -> None:
+    """`fit` for a prompt alone, cheap enough to come before anything that walks over it.
+
+    Raises:
+        OctavoError: FAILED_PRECONDITION with the numbers.
+    """
+    pool_tokens = model.num_usable_blocks * model.block_size + 1
+    if num_prompt >= min(model.max_context_tokens, pool_tokens):
+        raise _never_fits(num_prompt, None, model, pool_tokens)
+
+
+def _check_min_tokens(min_tokens: int, room: int) -> None:
+    if min_tokens > room:
+        raise OctavoError(
+            Code.FAILED_PRECONDITION,
+            "NEVER_FITS",
+            f"min_tokens is {min_tokens}, but only {room} tokens fit behind this prompt; lower min_tokens",
+            metadata={"min_tokens": str(min_tokens), "room": str(room)},
+        )
+
+
+def _never_fits(num_prompt: int, wanted: int | None, model: Model, pool_tokens: int) -> OctavoError:
+    asked = f"prompt of {num_prompt} tokens" + (f" and max_tokens of {wanted}" if wanted is not None else "")
+    return OctavoError(
+        Code.FAILED_PRECONDITION,
+        "NEVER_FITS",
+        f"the {asked} can never fit: the context is {model.max_context_tokens} tokens and the pool holds {pool_tokens} "
+        f"({model.num_usable_blocks} usable blocks of {model.block_size}); shorten the prompt or lower max_tokens",
+        metadata={
+            "prompt_tokens": str(num_prompt),
+            "max_tokens": "" if wanted is None else str(wanted),
+            "max_context_tokens": str(model.max_context_tokens),
+            "pool_tokens": str(pool_tokens),
+            "usable_blocks": str(model.num_usable_blocks),
+            "block_size": str(model.block_size),
+        },
+    )
+
+
+def slack_blocks(wanted: int, used_blocks: int, model: Model, num_waiting: int) -> int:
+    """Blocks to ask for beyond need: none while others wait for blocks or the pool is nearly full."""
+    if num_waiting or used_blocks > PRESSURE_RATIO * model.num_usable_blocks:
+        return 0
+    return wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What to ask for a row, in blocks, absolute."""
+
+    need_blocks: int
+    want_blocks: int
+
+
+def growth(row: Row, num_blocks: int, slack: int, block_size: int, *, was_refused: bool) -> Growth | None:
+    """Whether a row should ask for blocks: a block's worth of steps before it runs dry, so that none waits.
+
+    Args:
+        was_refused: the last look ahead found nothing; ask again only when it is needed now.
+    """
+    ahead = min(row.num_tokens + block_size, row.max_kv_tokens)
+    if row.capacity_tokens >= ahead:
+        return None
+    need = max(blocks_for(row.num_target, block_size), num_blocks)
+    if was_refused and need == num_blocks:
+        return None
+    most = blocks_for(row.max_kv_tokens, block_size)
+    return Growth(need, max(need, min(most, num_blocks + max(1, slack))))
+
+
+def choose_victim(rows: Iterable[Row]) -> Row | None:
+    """The newest of the lowest priority; nobody when it would be the only one: the oldest always goes on."""
+    ordered = sorted(rows, key=lambda row: row.order)
+    return ordered[-1] if len(ordered) > 1 else None

@@ -1,0 +1,42 @@
+"""Options of the router. Only names, defaults and ranges; pydantic is all that this module may import."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class RouterConfig(BaseModel):
+    """Serve the public gRPC API: admission, continuous batching, tokenizing and streaming."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    listen: str = Field("127.0.0.1:7700", description="address of the public API: host:port or unix:/path")
+    metrics_listen: str = Field("127.0.0.1:9700", description="host:port of the Prometheus endpoint")
+    reflection: bool = Field(True, description="serve gRPC reflection")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level logged")
+    drain_accept_window_s: float = Field(
+        2.0, ge=0, description="seconds that new calls are still taken after health says NOT_SERVING"
+    )
+    drain_grace_s: float = Field(30.0, ge=0, description="seconds that live requests may go on after that")
+
+    cache_service: str = Field("127.0.0.1:7701", description="address of the cache service")
+    executor: str = Field("127.0.0.1:7702", description="address of the executor")
+    router_id: str = Field("", description="stable name of this router; empty: made of host name and address")
+    lease_ttl_s: float = Field(10.0, gt=0, description="seconds after which the cache service forgets a silent router")
+    recovery_grace_s: float = Field(
+        60.0, ge=0, description="seconds that running requests wait for a lost executor before they fail"
+    )
+
+    max_queued_requests: int = Field(256, ge=0, description="requests that may wait for a place; more are refused")
+    max_running_requests: int = Field(64, ge=1, description="requests that run at once, at most the executor's rows")
+    max_tokens_per_step: int = Field(
+        512, ge=1, description="token budget of a step, prefill and decode together, at most the executor's"
+    )
+    max_steps_in_flight: int = Field(1, ge=1, le=2, description="steps sent before the result of the first is there")
+    slack_blocks: int = Field(2, ge=0, description="KV blocks asked for beyond the tokens there are")
+
+    max_stop_strings: int = Field(16, ge=0, description="stop strings of a request")
+    max_stop_string_bytes: int = Field(256, ge=1, description="length of a stop string in UTF-8")
+    max_stop_token_ids: int = Field(64, ge=0, description="stop token ids of a request")
+    tokenizer_threads: int = Field(2, ge=1, description="threads that tokenize and render chats")
+    keepalive_s: float = Field(30.0, gt=0, description="seconds of silence after which a client's connection is probed")

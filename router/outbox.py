@@ -1,0 +1,173 @@
+"""What the router will tell the cache service, gathered into batches: a buffer, without IO.
+
+The mutations of a lease go one at a time in order of their numbers; while one is on its way, the next ones gather here.
+Within a sequence the order allocate, extend, commit, release always holds, because a sequence is extended only after
+its allocation was answered, and a release swallows what else waits for its sequence.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from octavo.errors import OctavoError
+from router.ids import BlockId, SequenceId, SessionKey, StepId
+
+MAX_BATCH = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    sequence_id: SequenceId
+    token_ids: tuple[int, ...]
+    salt: str | None
+    slack_blocks: int
+    bypass_cache: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """Block counts are absolute; the answer is the range [have, granted)."""
+
+    sequence_id: SequenceId
+    have_blocks: int
+    need_blocks: int
+    want_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Tokens [0, num_computed_tokens) have KV; `token_ids` begin at `token_offset`."""
+
+    sequence_id: SequenceId
+    num_computed_tokens: int
+    token_offset: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """`free_after`: the highest sent step of each session that contains the sequence."""
+
+    sequence_id: SequenceId
+    commit: Commit | None
+    free_after: tuple[tuple[SessionKey, StepId], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Allocated:
+    """The answer to an allocation: blocks and hits, or why not."""
+
+    block_ids: tuple[BlockId, ...] = ()
+    num_cached_tokens: int = 0
+    error: OctavoError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Extended:
+    """The answer to an extension: the blocks behind those that were there, or why not."""
+
+    block_ids: tuple[BlockId, ...] = ()
+    error: OctavoError | None = None
+
+
+Item = Allocation | Extension | Commit | Release
+Batch = list[Allocation] | list[Extension] | list[Commit] | list[Release]
+
+
+class Replies(Protocol):
+    """Who hears the answers."""
+
+    def on_allocated(self, allocation: Allocation, outcome: Allocated) -> None: ...
+
+    def on_extended(self, extension: Extension, outcome: Extended) -> None: ...
+
+
+@dataclass
+class Outbox:
+    """Waiting mutations by kind. `on_filled` is called whenever something was put in."""
+
+    on_filled: Callable[[], None] = lambda: None
+    acknowledged: dict[SessionKey, StepId] = field(default_factory=dict)  # last step whose result is here
+    _allocations: dict[SequenceId, Allocation] = field(default_factory=dict)
+    _extensions: dict[SequenceId, Extension] = field(default_factory=dict)
+    _commits: dict[SequenceId, Commit] = field(default_factory=dict)
+    _releases: dict[SequenceId, Release] = field(default_factory=dict)
+    _fenced_until: dict[SessionKey, StepId] = field(default_factory=dict)
+    _told: dict[SessionKey, StepId] = field(default_factory=dict)
+
+    def allocate(self, allocation: Allocation) -> None:
+        self._allocations[allocation.sequence_id] = allocation
+        self.on_filled()
+
+    def extend(self, extension: Extension) -> None:
+        self._extensions[extension.sequence_id] = extension
+        self.on_filled()
+
+    def commit(self, commit: Commit) -> None:
+        """Gathers with a commit of the sequence that still waits: ranges of a sequence adjoin."""
+        waiting = self._commits.get(commit.sequence_id)
+        self._commits[commit.sequence_id] = _joined(waiting, commit) if waiting else commit
+        self.on_filled()
+
+    def release(self, release: Release) -> None:
+        """Takes the place of all that waits for the sequence; an allocation not yet sent is simply dropped."""
+        sequence_id = release.sequence_id
+        self._extensions.pop(sequence_id, None)
+        waiting = self._commits.pop(sequence_id, None)
+        if self._allocations.pop(sequence_id, None) is not None:
+            return
+        if waiting is not None:
+            commit = _joined(waiting, release.commit) if release.commit else waiting
+            release = Release(sequence_id, commit, release.free_after)
+        self._releases[sequence_id] = release
+        for session, step_id in release.free_after:
+            self._fenced_until[session] = StepId(max(step_id, self._fenced_until.get(session, StepId(0))))
+        self.on_filled()
+
+    def acknowledge(self, session: SessionKey, step_id: StepId) -> None:
+        """A result arrived. Heard at once only where fences wait for it; else it travels with the next message."""
+        self.acknowledged[session] = step_id
+        if self.lifts_fences():
+            self.on_filled()
+
+    def forget_session(self, session: SessionKey) -> None:
+        """The session is over; its fences are the executor's to lift."""
+        for table in (self.acknowledged, self._fenced_until, self._told):
+            table.pop(session, None)
+
+    def lifts_fences(self) -> bool:
+        """Whether a fence waits for an acknowledgement that was not told yet."""
+        for session, fenced in self._fenced_until.items():
+            told = self._told.get(session, 0)
+            if told < fenced and self.acknowledged.get(session, 0) > told:
+                return True
+        return False
+
+    def mark_told(self, acknowledged: dict[SessionKey, StepId]) -> None:
+        """These acknowledgements reached the cache service."""
+        self._told.update(acknowledged)
+
+    def take(self) -> Batch | None:
+        """The next batch of one kind: first what frees, then what makes findable, then who runs, then who waits."""
+        waiting: tuple[dict, ...] = (self._releases, self._commits, self._extensions, self._allocations)
+        for table in waiting:
+            if table:
+                keys = list(table)[:MAX_BATCH]
+                return [table.pop(key) for key in keys]
+        return None
+
+    def clear(self) -> None:
+        """The lease is lost: nothing that waits means anything any more."""
+        for table in (self._allocations, self._extensions, self._commits, self._releases):
+            table.clear()
+        for sessions in (self.acknowledged, self._fenced_until, self._told):
+            sessions.clear()
+
+
+def _joined(first: Commit, second: Commit) -> Commit:
+    return Commit(
+        first.sequence_id,
+        max(first.num_computed_tokens, second.num_computed_tokens),
+        first.token_offset,
+        first.token_ids + second.token_ids,
+    )

@@ -1,0 +1,119 @@
+"""A request as the engine takes it: checked, tokenized, every default filled in. Frozen; nothing of gRPC."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class FinishReason(IntEnum):
+    """Why a choice ended; the numbers are those of the wire."""
+
+    EOS = 1
+    STOP_STRING = 2
+    STOP_TOKEN = 3
+    MAX_TOKENS = 4
+    CONTEXT_LENGTH = 5
+    TIME_LIMIT = 6
+    CANCELLED = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Filters in the order in which they apply, then the seed. temperature 0 is greedy; 0 top_k and 1 top_p are off."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """When generation ends. `max_tokens` None: as far as context and pool reach."""
+
+    max_tokens: int | None
+    min_tokens: int
+    stop: tuple[str, ...]
+    stop_token_ids: frozenset[int]
+    include_stop: bool
+    ignore_eos: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Turns of a conversation; without the generation prompt the last turn is continued."""
+
+    messages: tuple[ChatMessage, ...]
+    add_generation_prompt: bool
+
+
+Prompt = str | Sequence[int] | Chat
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """What validation made of a call: every field in range, the prompt not yet tokenized."""
+
+    request_id: str
+    prompt: Prompt
+    sampling: Sampling
+    stopping: Stopping
+    skip_special_tokens: bool
+    salt: str | None
+    bypass_cache: bool
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """A checked request with its prompt's ids and the length that it may reach.
+
+    Attributes:
+        max_tokens: of the answer, at least 1.
+        limit_reason: the finish reason when `max_tokens` is reached.
+    """
+
+    checked: CheckedRequest
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    limit_reason: FinishReason
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def max_kv_tokens(self) -> int:
+        """Tokens that ever need KV: the last one that is generated never does."""
+        return len(self.prompt_ids) + self.max_tokens - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds, as inference.proto defines them."""
+
+    queue_s: float
+    prefill_s: float
+    first_token_s: float
+    decode_s: float
+
+
+def seed_of(request_id: str) -> int:
+    """The seed of a request that names none: equal ids draw equal numbers, here and after a restart."""
+    digest = hashlib.blake2b(request_id.encode(), digest_size=8, person=b"octavo-seed").digest()
+    return int.from_bytes(digest, "little")

@@ -1,0 +1,94 @@
+"""What the next step computes: a pure function of the rows and a token budget.
+
+No phases: each row catches up the tokens it sent to the tokens it has, and a decode is a chunk of one. Not here: who is
+admitted or preempted (admission), and anything that talks to another process (engine).
+
+    tokens of a row     0 ........ num_sent ........ num_tokens ........ max_kv_tokens
+                        |-- sent ---|---- to run ----|  |
+                                                        last of num_tokens may still be on its way: sampled in a step
+                                                        whose result is not here yet
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from router.ids import Slot
+
+
+@dataclass(slots=True)
+class Row:
+    """A running sequence as the scheduler sees it.
+
+    Attributes:
+        order: who comes first: (-priority, arrival).
+        num_tokens: prompt, generated, and sampled in steps whose results are still to come.
+        num_sent: tokens whose computation was sent to the executor.
+        num_computed: tokens whose KV is known to be in the blocks.
+        capacity_tokens: what the row's blocks hold.
+        max_kv_tokens: tokens that will ever need KV.
+    """
+
+    slot: Slot
+    order: tuple[int, int]
+    num_tokens: int
+    num_sent: int
+    num_computed: int
+    capacity_tokens: int
+    max_kv_tokens: int
+
+    @property
+    def num_target(self) -> int:
+        """How far the row can be computed now, were there room."""
+        return min(self.num_tokens, self.max_kv_tokens)
+
+    @property
+    def num_runnable(self) -> int:
+        """Tokens that a step could compute: they are there, and their blocks too."""
+        return max(0, min(self.num_target, self.capacity_tokens) - self.num_sent)
+
+    @property
+    def is_decode(self) -> bool:
+        return self.num_tokens - self.num_sent == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A row's part in a step: `num_tokens` from `start` on; `samples` when it reaches the row's last token."""
+
+    slot: Slot
+    start: int
+    num_tokens: int
+    samples: bool
+
+
+def plan(rows: Iterable[Row], token_budget: int) -> tuple[Run, ...]:
+    """Share one token budget: decodes first, first come first served within priority, prefill chunks in the rest.
+
+    Args:
+        rows: any order; not changed.
+        token_budget: most tokens of the step.
+
+    Returns:
+        Runs in batch order, at most one per row, none empty.
+    """
+    ready = sorted((row for row in rows if row.num_runnable), key=lambda row: row.order)
+    decodes = [row for row in ready if row.is_decode]
+    prefills = [row for row in ready if not row.is_decode]
+    runs: list[Run] = []
+    for row in decodes + prefills:
+        num_tokens = min(row.num_runnable, token_budget)
+        if not num_tokens:
+            break
+        token_budget -= num_tokens
+        runs.append(Run(row.slot, row.num_sent, num_tokens, row.num_sent + num_tokens == row.num_tokens))
+    return tuple(runs)
+
+
+def mark_sent(row: Row, run: Run) -> None:
+    """Advance a row past a run that was sent; a token that the run samples counts from now on."""
+    row.num_sent += run.num_tokens
+    row.num_tokens += run.samples
+
+
+def num_planned_tokens(runs: Sequence[Run]) -> int:
+    return sum(run.num_tokens for run in runs)
