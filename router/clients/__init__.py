@@ -1,0 +1,1 @@
+"""The other processes as the router sees them: gRPC ends here."""

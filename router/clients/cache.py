@@ -1,0 +1,258 @@
+"""The cache service as the router sees it: a lease, and its mutations one at a time in order of their numbers.
+
+A retry repeats the number, so that a lost reply costs nothing. Here gRPC messages become our words.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import status_pb2
+
+from octavo.errors import Code, OctavoError
+from octavo.rpc import error_of, error_of_call, open_channel
+from octavo.v1 import cache_pb2, cache_pb2_grpc
+from router.ids import BlockId, SessionKey, StepId
+from router.model import Model
+from router.outbox import Allocated, Allocation, Batch, Commit, Extended, Extension, Outbox, Release, Replies
+
+log = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 5.0
+RETRY_S = 0.1
+# The service is there but rebuilds, or is not reached: the same number again. All else means that the lease is lost.
+REPEATABLE = frozenset({Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED})
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A claim on blocks; `client_epoch` is also the epoch of the sessions that go with it."""
+
+    lease_id: int
+    client_epoch: int
+    ttl_s: float
+    last_sequence_number: int
+
+
+class CacheClient:
+    """The cache service at an address."""
+
+    def __init__(self, address: str, client_id: str, ttl_s: float) -> None:
+        self._channel = open_channel(address)
+        self._stub = cache_pb2_grpc.BlockManagerServiceStub(self._channel)
+        self._client_id = client_id
+        self._ttl_s = ttl_s
+
+    async def open_lease(self) -> Lease:
+        """A new lease, which ends any earlier one of this client.
+
+        Raises:
+            OctavoError: not reached, or refused.
+        """
+        request = cache_pb2.OpenLeaseRequest(client_id=self._client_id, ttl=_duration(self._ttl_s))
+        response = await _call(self._stub.OpenLease, request)
+        ttl_s = response.ttl.ToNanoseconds() / 1e9
+        return Lease(response.lease_id, response.client_epoch, ttl_s, response.last_sequence_number)
+
+    async def close_lease(self, lease: Lease, free_after: dict[SessionKey, StepId]) -> None:
+        """Give back all that the lease holds.
+
+        Raises:
+            OctavoError: not reached, or the lease is gone.
+        """
+        request = cache_pb2.CloseLeaseRequest(lease_id=lease.lease_id, free_after=_session_steps(free_after))
+        await _call(self._stub.CloseLease, request)
+
+    def mutations(self, lease: Lease, model: Model, outbox: Outbox, replies: Replies) -> "LeaseMutations":
+        """The mutations of a lease, from its outbox."""
+        return LeaseMutations(self._stub, lease, model, outbox, replies)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+class LeaseMutations:
+    """Empties an outbox into a lease, and keeps the lease alive."""
+
+    def __init__(
+        self,
+        stub: cache_pb2_grpc.BlockManagerServiceStub,
+        lease: Lease,
+        model: Model,
+        outbox: Outbox,
+        replies: Replies,
+    ) -> None:
+        self._stub = stub
+        self._lease = lease
+        self._model = model
+        self._outbox = outbox
+        self._replies = replies
+        self._number = lease.last_sequence_number
+        self._filled = asyncio.Event()
+        outbox.on_filled = self._filled.set
+
+    async def run(self) -> None:
+        """Until the lease is lost.
+
+        Raises:
+            OctavoError: why it is lost.
+        """
+        while True:
+            try:
+                async with asyncio.timeout(self._lease.ttl_s / 3):
+                    await self._filled.wait()
+            except TimeoutError:
+                await self._keep_alive()
+            self._filled.clear()
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Send all that waits; then, if fences wait for an acknowledgement that no message carried, say it alone.
+
+        Raises:
+            OctavoError: the lease is lost.
+        """
+        while (batch := self._outbox.take()) is not None:
+            await self._send(batch)
+        if self._outbox.lifts_fences():
+            await self._keep_alive()
+
+    async def _keep_alive(self) -> None:
+        acknowledged = dict(self._outbox.acknowledged)
+        request = cache_pb2.KeepLeaseAliveRequest(
+            lease_id=self._lease.lease_id, acknowledged=_session_steps(acknowledged)
+        )
+        await _until_answered(self._stub.KeepLeaseAlive, request)
+        self._outbox.mark_told(acknowledged)
+
+    async def _send(self, batch: Batch) -> None:
+        acknowledged = dict(self._outbox.acknowledged)
+        self._number += 1
+        header = cache_pb2.LeaseHeader(
+            lease_id=self._lease.lease_id,
+            sequence_number=self._number,
+            acknowledged=_session_steps(acknowledged),
+        )
+        send = {
+            Allocation: self._allocate,
+            Extension: self._extend,
+            Commit: self._commit,
+            Release: self._release,
+        }[type(batch[0])]
+        await cast(Callable[[cache_pb2.LeaseHeader, Batch], Awaitable[None]], send)(header, batch)
+        self._outbox.mark_told(acknowledged)
+
+    async def _allocate(self, header: cache_pb2.LeaseHeader, batch: list[Allocation]) -> None:
+        request = cache_pb2.AllocateSequencesRequest(header=header, arena_id=self._model.arena_id)
+        for allocation in batch:
+            request.allocations.add(
+                sequence_id=allocation.sequence_id,
+                token_ids=allocation.token_ids,
+                extras=self._extras(allocation.salt),
+                slack_blocks=allocation.slack_blocks,
+                bypass_cache=allocation.bypass_cache,
+            )
+        response = await _until_answered(self._stub.AllocateSequences, request)
+        for allocation, sequence in zip(batch, response.sequences, strict=True):
+            error = _item_error(sequence.status)
+            outcome = Allocated(_block_ids(sequence.tables), sequence.num_cached_tokens, error)
+            self._replies.on_allocated(allocation, outcome)
+
+    async def _extend(self, header: cache_pb2.LeaseHeader, batch: list[Extension]) -> None:
+        request = cache_pb2.ExtendSequencesRequest(header=header)
+        for extension in batch:
+            request.extensions.add(
+                sequence_id=extension.sequence_id,
+                have_blocks=extension.have_blocks,
+                need_blocks=extension.need_blocks,
+                want_blocks=extension.want_blocks,
+            )
+        response = await _until_answered(self._stub.ExtendSequences, request)
+        for extension, sequence in zip(batch, response.sequences, strict=True):
+            outcome = Extended(_block_ids(sequence.tables), _item_error(sequence.status))
+            self._replies.on_extended(extension, outcome)
+
+    async def _commit(self, header: cache_pb2.LeaseHeader, batch: list[Commit]) -> None:
+        request = cache_pb2.CommitBlocksRequest(header=header, commits=map(_commit_message, batch))
+        response = await _until_answered(self._stub.CommitBlocks, request)
+        _log_refusals("commit", batch, response.statuses)
+
+    async def _release(self, header: cache_pb2.LeaseHeader, batch: list[Release]) -> None:
+        request = cache_pb2.ReleaseSequencesRequest(header=header)
+        for release in batch:
+            request.releases.add(
+                sequence_id=release.sequence_id,
+                commit=_commit_message(release.commit) if release.commit else None,
+                free_after=_session_steps(dict(release.free_after)),
+            )
+        response = await _until_answered(self._stub.ReleaseSequences, request)
+        _log_refusals("release", batch, response.statuses)
+
+    def _extras(self, salt: str | None) -> cache_pb2.KeyExtras:
+        model = self._model
+        return cache_pb2.KeyExtras(model=model.name, revision=model.fingerprint, kv_dtype=model.kv_dtype, salt=salt)
+
+
+async def _call(method: Any, request: Any) -> Any:
+    try:
+        return await method(request, timeout=CALL_TIMEOUT_S)
+    except grpc.aio.AioRpcError as error:
+        raise error_of_call(error) from error
+
+
+async def _until_answered(method: Any, request: Any) -> Any:
+    """The answer, however often the same message must be sent for it."""
+    while True:
+        try:
+            return await _call(method, request)
+        except OctavoError as error:
+            if error.code not in REPEATABLE:
+                raise
+            log.warning("the cache service does not answer (%s); trying again", error.message)
+            await asyncio.sleep(error.retry_after_s or RETRY_S)
+
+
+def _log_refusals(what: str, batch: Sequence[Commit | Release], statuses: Any) -> None:
+    for item, status in zip(batch, statuses, strict=True):
+        error = _item_error(status)
+        if error is not None:
+            log.error("the cache service refused the %s of sequence %d: %r", what, item.sequence_id, error)
+
+
+def _item_error(status: status_pb2.Status) -> OctavoError | None:
+    return error_of(status) if status.code else None
+
+
+def _block_ids(tables: Any) -> tuple[BlockId, ...]:
+    return tuple(tables[0].block_ids) if tables else ()
+
+
+def _commit_message(commit: Commit) -> cache_pb2.SequenceCommit:
+    return cache_pb2.SequenceCommit(
+        sequence_id=commit.sequence_id,
+        num_computed_tokens=commit.num_computed_tokens,
+        token_offset=commit.token_offset,
+        token_ids=commit.token_ids,
+    )
+
+
+def _session_steps(steps: dict[SessionKey, StepId]) -> list[cache_pb2.SessionStep]:
+    return [
+        cache_pb2.SessionStep(
+            session=cache_pb2.SessionKey(
+                executor_id=key.executor_id, executor_epoch=key.executor_epoch, session_id=key.session_id
+            ),
+            step_id=step_id,
+        )
+        for key, step_id in steps.items()
+    ]
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(int(seconds * 1e9))
+    return duration

@@ -1,0 +1,88 @@
+"""Steps and their outcomes, as the engine and the executor's client exchange them."""
+
+from dataclasses import dataclass
+
+from router.ids import BlockId, Slot, StepId
+from router.scheduler import Run
+
+
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """How a row samples; ids of `suppressed` cannot come while the history is shorter than `suppress_until`."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    suppressed_token_ids: tuple[int, ...]
+    suppress_until: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowStart:
+    """A row that the session does not know yet: its whole history and table."""
+
+    slot: Slot
+    incarnation: int
+    token_ids: tuple[int, ...]
+    num_computed_tokens: int
+    block_ids: tuple[BlockId, ...]
+    sampling: RowSampling
+
+
+@dataclass(frozen=True, slots=True)
+class TableExtension:
+    slot: Slot
+    block_ids: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What changed since the step before, and which rows run."""
+
+    step_id: StepId
+    acknowledged_step: StepId
+    retired_slots: tuple[Slot, ...]
+    started_rows: tuple[RowStart, ...]
+    extensions: tuple[TableExtension, ...]
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RowFailure:
+    """`row`: index into the step's runs."""
+
+    row: int
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Per run, in order, how many tokens it sampled; all tokens flat behind each other."""
+
+    step_id: StepId
+    num_sampled: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    failures: tuple[RowFailure, ...]
+    execute_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailed:
+    """The step changed nothing at the executor, and its id is still to be used."""
+
+    step_id: StepId
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepGap:
+    """The step is not the next one: one before it was refused or lost."""
+
+    last_applied_step: StepId
+
+
+Outcome = StepResult | StepFailed | StepGap

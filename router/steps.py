@@ -1,0 +1,185 @@
+"""Steps of one session: what each carries, which are on their way, and what is undone when one is refused.
+
+Not here: what a result means for a request (engine), and the wire (clients).
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from router.ids import SessionKey, Slot, StepId
+from router.live import LiveRequest
+from router.model import Model
+from router.scheduler import Run, mark_sent
+from router.step import RowSampling, RowStart, Step, TableExtension
+
+
+@dataclass(frozen=True, slots=True)
+class SentRun:
+    """A request's part in a sent step; another incarnation since then means that its row is gone."""
+
+    live: LiveRequest
+    incarnation: int
+    run: Run
+    num_blocks_before: int
+    was_at_executor: bool
+
+    @property
+    def is_current(self) -> bool:
+        return self.incarnation == self.live.incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class SentStep:
+    step_id: StepId
+    runs: tuple[SentRun, ...]
+    retired_slots: tuple[Slot, ...]
+
+
+class SessionSteps:
+    """The steps of a session, in order.
+
+    Args:
+        key: the session.
+        send: puts a step on its way; never blocks.
+    """
+
+    def __init__(self, key: SessionKey, send: Callable[[Step], None], model: Model) -> None:
+        self.key = key
+        self._send = send
+        self._model = model
+        self._in_flight: deque[SentStep] = deque()
+        self._to_retire: list[Slot] = []
+        self._next_id = StepId(1)
+        self._num_refused = 0  # outcomes still to come of steps that were sent behind a failed one
+        self.last_result = StepId(0)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight) + self._num_refused
+
+    @property
+    def last_sent(self) -> StepId:
+        return StepId(self._next_id - 1)
+
+    @property
+    def has_retirements(self) -> bool:
+        return bool(self._to_retire)
+
+    def retire(self, slot: Slot) -> None:
+        """The row of this slot leaves with the next step."""
+        self._to_retire.append(slot)
+
+    def send(self, runs: Iterable[tuple[LiveRequest, Run]]) -> None:
+        """Send the next step, with all that changed since the last one."""
+        step_id = self._next_id
+        started, extensions, sent = [], [], []
+        for live, run in runs:
+            sent.append(SentRun(live, live.incarnation, run, live.num_blocks_sent, live.is_at_executor))
+            if not live.is_at_executor:
+                started.append(_row_start(live, self._model))
+            elif len(live.block_ids) > live.num_blocks_sent:
+                extensions.append(TableExtension(run.slot, tuple(live.block_ids[live.num_blocks_sent :])))
+            live.is_at_executor, live.num_blocks_sent = True, len(live.block_ids)
+            live.free_after[self.key] = step_id
+            live.num_steps_in_flight += 1
+            mark_sent(live.row, run)
+        retired, self._to_retire = tuple(self._to_retire), []
+        self._in_flight.append(SentStep(step_id, tuple(sent), retired))
+        self._next_id = StepId(step_id + 1)
+        all_runs = tuple(sent_run.run for sent_run in sent)
+        self._send(Step(step_id, self.last_result, retired, tuple(started), tuple(extensions), all_runs))
+
+    def complete(self, step_id: StepId) -> SentStep:
+        """The result of the oldest step is here.
+
+        Raises:
+            ValueError: it is the result of another step.
+        """
+        sent = self._pop(step_id)
+        self.last_result = step_id
+        return sent
+
+    def fail(self, step_id: StepId) -> SentStep:
+        """The oldest step was refused and changed nothing: its id, and all it carried, go out again.
+
+        Steps behind it are refused too, as a gap: they are undone here, and their outcomes are awaited and dropped.
+
+        Raises:
+            ValueError: another step was refused.
+        """
+        failed = self._pop(step_id)
+        refused = [failed, *self._in_flight]
+        self._num_refused += len(self._in_flight)
+        for behind in self._in_flight:
+            for sent in behind.runs:
+                sent.live.num_steps_in_flight -= 1
+        self._in_flight.clear()
+        self._next_id = step_id
+        for step in reversed(refused):
+            self._undo(step)
+        return failed
+
+    def drop_refused(self) -> bool:
+        """Whether this outcome belongs to a step behind a failed one."""
+        if not self._num_refused:
+            return False
+        self._num_refused -= 1
+        return True
+
+    def abandon(self) -> None:
+        """The session is over: no result will come."""
+        for step in self._in_flight:
+            for sent in step.runs:
+                sent.live.num_steps_in_flight -= 1
+        self._in_flight.clear()
+
+    def _pop(self, step_id: StepId) -> SentStep:
+        if not self._in_flight or self._in_flight[0].step_id != step_id:
+            raise ValueError(f"an outcome of step {step_id} where {self._in_flight} are awaited")
+        sent = self._in_flight.popleft()
+        for sent_run in sent.runs:
+            sent_run.live.num_steps_in_flight -= 1
+        return sent
+
+    def _undo(self, step: SentStep) -> None:
+        lost_starts = set()
+        for sent in step.runs:
+            if not sent.was_at_executor:
+                lost_starts.add(sent.run.slot)
+            if sent.is_current:
+                live = sent.live
+                live.is_at_executor, live.num_blocks_sent = sent.was_at_executor, sent.num_blocks_before
+                live.row.num_sent = sent.run.start
+                live.row.num_tokens -= sent.run.samples
+        # A row that started in the refused step is not there to be retired; what the step retired still is.
+        self._to_retire = [slot for slot in self._to_retire if slot not in lost_starts]
+        self._to_retire = [*step.retired_slots, *self._to_retire]
+
+
+def _row_start(live: LiveRequest, model: Model) -> RowStart:
+    return RowStart(
+        slot=live.row.slot,
+        incarnation=live.incarnation,
+        token_ids=tuple(live.tokens),
+        num_computed_tokens=live.row.num_computed,
+        block_ids=tuple(live.block_ids),
+        sampling=row_sampling(live, model.eos_token_ids),
+    )
+
+
+def row_sampling(live: LiveRequest, eos_token_ids: frozenset[int]) -> RowSampling:
+    """Sampling of a row; until `min_tokens` are there, what would end the answer cannot be sampled."""
+    sampling, stopping = live.checked.sampling, live.checked.stopping
+    suppressed: frozenset[int] = frozenset()
+    if stopping.min_tokens:
+        suppressed = stopping.stop_token_ids | (frozenset() if stopping.ignore_eos else eos_token_ids)
+    return RowSampling(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        suppressed_token_ids=tuple(sorted(suppressed)),
+        suppress_until=live.spec.num_prompt_tokens + stopping.min_tokens if suppressed else 0,
+    )
