@@ -1,0 +1,44 @@
+"""A Generate call's fields as they came, free of gRPC. None: unset. Nothing here is checked."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from router.request import Chat
+
+
+@dataclass(frozen=True, slots=True)
+class RawRequest:
+    """Fields of the public request, flat.
+
+    Attributes:
+        text, token_ids, chat: at most one is set.
+        unsupported: paths of fields that are set and not supported, each with the values that would be neutral.
+    """
+
+    request_id: str = ""
+    model: str = ""
+    text: str | None = None
+    token_ids: Sequence[int] | None = None
+    chat: Chat | None = None
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop: bool = False
+    ignore_eos: bool = False
+
+    skip_special_tokens: bool = True
+    salt: str | None = None
+    bypass_cache: bool = False
+    priority: int = 0
+    # Numbers of fields that are not supported, by path: only their ranges and neutral values are known.
+    floats: Mapping[str, float] = field(default_factory=dict)
+    ids: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    unsupported: Sequence[str] = ()
