@@ -1,0 +1,57 @@
+"""`python -m router`: one router process, until SIGTERM or SIGINT; a second signal ends it at once."""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+
+from octavo.logs import configure_logging
+from octavo.settings import load_settings
+from router.app import Router
+from router.config import RouterConfig
+
+log = logging.getLogger(__name__)
+
+EXIT_BAD_CONFIGURATION = 2
+EXIT_SECOND_SIGNAL = 130
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a router.
+
+    Returns:
+        The exit status: 0 after an end in order, 2 where an address or an option is wrong.
+    """
+    config = load_settings(RouterConfig, section="router", program="octavo router", argv=argv)
+    configure_logging("router", config.log_level)
+    # The tokenizer has its own threads here: more of them only fight with the executor for cores.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        asyncio.run(_serve(config))
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"octavo router: {error}\n")
+        return EXIT_BAD_CONFIGURATION
+    return 0
+
+
+async def _serve(config: RouterConfig) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _on_signal, stop)
+    router = Router(config)
+    await router.start()
+    await stop.wait()
+    await router.drain()
+
+
+def _on_signal(stop: asyncio.Event) -> None:
+    if stop.is_set():
+        os._exit(EXIT_SECOND_SIGNAL)
+    log.info("stopping: a second signal ends at once")
+    stop.set()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

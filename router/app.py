@@ -1,0 +1,109 @@
+"""The router as one process: server, link, metrics, and an end in order. What each does is in its own module."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+from octavo.metrics import MetricsServer, start_metrics_server
+from octavo.rpc import ServerParts, start_server
+from octavo.v1 import inference_pb2, inference_pb2_grpc
+from router.config import RouterConfig
+from router.link import Link, LoadTokenizer
+from router.metrics import RouterMetrics
+from router.servicer.accounting import AccountingInterceptor
+from router.servicer.servicer import InferenceServicer
+from router.text.tokenizer import load_tokenizer
+
+log = logging.getLogger(__name__)
+
+IDLE_POLL_S = 0.05
+STOP_GRACE_S = 1.0
+
+
+class Router:
+    """Start it, let it serve, drain it.
+
+    Attributes:
+        port: TCP port of the public API; 0 for a Unix socket.
+    """
+
+    def __init__(self, config: RouterConfig, load: LoadTokenizer = load_tokenizer) -> None:
+        self._config = config
+        self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
+        self.metrics = RouterMetrics(lambda: self.link.backend, config.executor)
+        router_id = config.router_id or f"{socket.gethostname()}:{config.listen}"
+        self.link = Link(config, router_id, self.metrics, self._threads, self._show_ready, load)
+        self._servicer = InferenceServicer(self.link, config, self.metrics)
+        self._server: ServerParts | None = None
+        self._metrics_server: MetricsServer | None = None
+
+    async def start(self) -> None:
+        """Listen, and begin to connect. Health says NOT_SERVING until a model is served.
+
+        Raises:
+            OSError: an address is taken or not ours.
+        """
+        service = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+        keepalive_ms = int(self._config.keepalive_s * 1000)
+        self._server = await start_server(
+            self._config.listen,
+            [
+                (
+                    service,
+                    lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(self._servicer, server),
+                )
+            ],
+            enable_reflection=self._config.reflection,
+            # A client that vanished without a word is found by pings, and its requests end.
+            extra_options=(("grpc.keepalive_time_ms", keepalive_ms), ("grpc.keepalive_timeout_ms", keepalive_ms // 3)),
+            interceptors=(AccountingInterceptor(self.metrics.on_call),),
+        )
+        self._metrics_server = start_metrics_server(self.metrics.registry, self._config.metrics_listen)
+        self.link.start()
+        log.info("listening on %s, metrics on port %d", self._config.listen, self.metrics_port)
+
+    @property
+    def port(self) -> int:
+        return self._server.port if self._server else 0
+
+    @property
+    def metrics_port(self) -> int:
+        return self._metrics_server.port if self._metrics_server else 0
+
+    async def drain(self) -> None:
+        """Say NOT_SERVING, take calls a little longer, let live requests end within the grace, and close."""
+        assert self._server is not None, "start comes first"
+        await self._server.set_serving(False)
+        if self._count_live():
+            log.info("draining: %d requests", self._count_live())
+        await asyncio.sleep(self._config.drain_accept_window_s)
+        self.link.is_draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.drain_grace_s):
+                await self._wait_until_idle()
+        await self.close()
+
+    async def close(self) -> None:
+        """End now: what still lives is refused with UNAVAILABLE, blocks go back, ports are free."""
+        if self._server is not None:
+            await self._server.set_serving(False)
+        await self.link.close()
+        if self._server is not None:
+            await self._server.server.stop(STOP_GRACE_S)
+        if self._metrics_server is not None:
+            self._metrics_server.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _wait_until_idle(self) -> None:
+        while self._count_live():  # noqa: ASYNC110 (a poll while the process ends needs no event of its own)
+            await asyncio.sleep(IDLE_POLL_S)
+
+    def _count_live(self) -> int:
+        backend = self.link.backend
+        return len(backend.engine.roster) if backend else 0
+
+    async def _show_ready(self, is_ready: bool) -> None:
+        if self._server is not None:
+            await self._server.set_serving(is_ready and not self.link.is_draining)

@@ -1,0 +1,83 @@
+"""One served model: its engine, its tokenizer, and the way of a request from checked fields to a live one.
+
+Not here: gRPC, and the connections that keep the engine fed (link).
+"""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor as ThreadExecutor
+from typing import TypeVar
+
+from router import admission
+from router.engine import Engine
+from router.live import LiveRequest
+from router.model import Model
+from router.request import Chat, Prompt, RequestSpec
+from router.text.answer import AnswerText
+from router.text.detokenizer import Detokenizer
+from router.text.stop import StopScanner
+from router.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+
+class Backend:
+    """What the servicer calls.
+
+    Args:
+        threads: where tokenizing and rendering run, so that a long prompt stalls nobody's stream.
+    """
+
+    def __init__(self, model: Model, engine: Engine, tokenizer: Tokenizer, threads: ThreadExecutor) -> None:
+        self.model = model
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self._threads = threads
+
+    async def start(self, live: LiveRequest) -> None:
+        """Tokenize the prompt of a reserved request, check that it fits, and queue it.
+
+        Raises:
+            OctavoError: FAILED_PRECONDITION when it can never fit, INVALID_ARGUMENT from the chat template.
+        """
+        checked = live.checked
+        prompt_ids = await self.encode_prompt(checked.prompt)
+        spec = admission.fit(checked, prompt_ids, self.model)
+        self.engine.submit(live, spec, self._answer_text(spec))
+
+    async def encode_prompt(self, prompt: Prompt, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Ids of a prompt, as Generate sees it.
+
+        Raises:
+            OctavoError: FAILED_PRECONDITION when it is too long for any answer, INVALID_ARGUMENT from the template.
+        """
+        if not isinstance(prompt, str | Chat):
+            admission.check_prompt_length(len(prompt), self.model)
+            return tuple(prompt)
+        return await self._in_thread(lambda: self._encode(prompt, add_special_tokens))
+
+    async def decode(self, token_ids: tuple[int, ...], *, skip_special_tokens: bool) -> str:
+        """Text of ids."""
+        return await self._in_thread(lambda: self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def _encode(self, prompt: str | Chat, add_special_tokens: bool) -> tuple[int, ...]:
+        # A template writes its special tokens itself.
+        is_chat = isinstance(prompt, Chat)
+        text = self.tokenizer.render_chat(prompt) if isinstance(prompt, Chat) else prompt
+        self.tokenizer.check_text_length(text, self.model.max_context_tokens)
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens and not is_chat)
+
+    def _answer_text(self, spec: RequestSpec) -> AnswerText:
+        checked = spec.checked
+
+        def decode(token_ids) -> str:
+            return self.tokenizer.decode(token_ids, skip_special_tokens=checked.skip_special_tokens)
+
+        is_ids = not isinstance(checked.prompt, str | Chat)
+        detokenizer = Detokenizer(decode, spec.prompt_ids, can_split_prompt=is_ids)
+        stopping = checked.stopping
+        scanner = StopScanner(stopping.stop, include_stop=stopping.include_stop)
+        return AnswerText(detokenizer, scanner, min_tokens=stopping.min_tokens)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)

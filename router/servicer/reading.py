@@ -1,0 +1,109 @@
+"""Public messages to our words. Nothing is checked here but that a field is set; checks are in `router.validation`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from octavo.v1 import inference_pb2
+from router.raw import RawRequest
+from router.request import Chat, ChatMessage
+
+# Unset, or one of these values, asks for nothing.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "sampling.presence_penalty": (0.0,),
+    "sampling.frequency_penalty": (0.0,),
+    "sampling.repetition_penalty": (1.0,),
+    "sampling.n": (1,),
+    "sampling.best_of": (1,),
+    "output.logprobs": (False,),
+    "output.top_logprobs": (0,),
+    "output.prompt_logprobs": (False,),
+    "output.echo": (False,),
+}
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+def read_request(message: inference_pb2.GenerateRequest | inference_pb2.GenerateStreamRequest) -> RawRequest:
+    """A Generate or GenerateStream call, field for field."""
+    sampling, stopping, kind = message.sampling, message.stopping, message.WhichOneof("prompt")
+    return RawRequest(
+        request_id=message.request_id,
+        model=message.model,
+        text=message.text if kind == "text" else None,
+        token_ids=message.token_ids.ids if kind == "token_ids" else None,
+        chat=read_chat(message.chat) if kind == "chat" else None,
+        temperature=_optional(sampling, "temperature"),
+        top_p=_optional(sampling, "top_p"),
+        top_k=_optional(sampling, "top_k"),
+        min_p=_optional(sampling, "min_p"),
+        seed=_optional(sampling, "seed"),
+        max_tokens=_optional(stopping, "max_tokens"),
+        min_tokens=_optional(stopping, "min_tokens"),
+        stop=stopping.stop,
+        stop_token_ids=stopping.stop_token_ids,
+        include_stop=stopping.include_stop,
+        ignore_eos=stopping.ignore_eos,
+        skip_special_tokens=wants_special_tokens_skipped(message.output),
+        salt=_optional(message.cache, "salt"),
+        bypass_cache=message.cache.bypass,
+        priority=message.priority,
+        floats=_floats(message),
+        ids=_ids(message),
+        unsupported=_unsupported(message),
+    )
+
+
+def read_chat(chat: inference_pb2.Chat) -> Chat:
+    """Unset add_generation_prompt is true."""
+    messages = tuple(ChatMessage(message.role, message.content) for message in chat.messages)
+    return Chat(messages, chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True)
+
+
+def wants_special_tokens_skipped(output: Any) -> bool:
+    """Unset is true; `output` is any message with the field."""
+    return output.skip_special_tokens if output.HasField("skip_special_tokens") else True
+
+
+def wants_token_ids(output: inference_pb2.Output) -> bool:
+    """Unset is true."""
+    return output.token_ids if output.HasField("token_ids") else True
+
+
+def _optional(message: Any, field: str) -> Any:
+    return getattr(message, field) if message.HasField(field) else None
+
+
+def _floats(message: Any) -> dict[str, float]:
+    sampling = message.sampling
+    floats = {f"sampling.{name}": getattr(sampling, name) for name in _PENALTIES if sampling.HasField(name)}
+    floats |= {f"sampling.logit_bias[{key}]": value for key, value in sampling.logit_bias.items()}
+    if sampling.beam.HasField("length_penalty"):
+        floats["sampling.beam.length_penalty"] = sampling.beam.length_penalty
+    return floats
+
+
+def _ids(message: Any) -> dict[str, Sequence[int]]:
+    ids = {
+        "sampling.logit_bias": list(message.sampling.logit_bias),
+        "sampling.allowed_token_ids": message.sampling.allowed_token_ids,
+    }
+    return ids | {f"resume[{index}].token_ids": resume.token_ids for index, resume in enumerate(message.resume)}
+
+
+def _unsupported(message: Any) -> list[str]:
+    """Paths of what is set, not neutral, and not supported."""
+    found = []
+    for path, neutral in _NEUTRAL.items():
+        group, _, field = path.partition(".")
+        value = _optional(getattr(message, group), field)
+        if value is not None and value not in neutral:
+            found.append(path)
+    sampling = message.sampling
+    found += [
+        f"sampling.{name}" for name in ("logit_bias", "allowed_token_ids", "bad_words") if getattr(sampling, name)
+    ]
+    if sampling.HasField("beam"):
+        found.append("sampling.beam")
+    found += [name for name in ("constraint", "adapter", "time_limit") if message.HasField(name)]
+    if message.resume:
+        found.append("resume")
+    return found

@@ -1,0 +1,99 @@
+"""Our words to public messages."""
+
+from typing import Any
+
+from octavo.v1 import inference_pb2
+from router.model import Model
+from router.request import FinishReason, Timing, Usage
+from router.stream import Completed, Delta, Event, Finished, Started
+
+
+def stream_response(
+    event: Event, model_name: str, *, with_token_ids: bool
+) -> inference_pb2.GenerateStreamResponse | None:
+    """One event of a stream; None where the client did not ask for what it says."""
+    response = inference_pb2.GenerateStreamResponse()
+    if isinstance(event, Started):
+        response.started.request_id = event.request_id
+        response.started.model = model_name
+        response.started.prompt_tokens = event.prompt_tokens
+        response.started.cached_tokens = event.cached_tokens
+        response.started.effective_seed = event.seed
+    elif isinstance(event, Delta):
+        if not event.text and not with_token_ids:
+            return None
+        response.delta.token_offset = event.token_offset
+        response.delta.text = event.text
+        response.delta.token_ids.extend(event.token_ids if with_token_ids else ())
+    elif isinstance(event, Finished):
+        response.finished.reason = _reason(event.reason)
+        response.finished.matched_stop = event.matched_stop
+    else:
+        response.completed.usage.CopyFrom(usage_message(event.usage))
+        response.completed.timing.CopyFrom(timing_message(event.timing))
+    return response
+
+
+class UnaryAnswer:
+    """Gathers the events of a request into one message: the same bytes that a stream would have carried."""
+
+    def __init__(self, model_name: str, *, with_token_ids: bool) -> None:
+        self._response = inference_pb2.GenerateResponse(model=model_name)
+        self._choice = self._response.choices.add()
+        self._texts: list[str] = []
+        self._with_token_ids = with_token_ids
+
+    def add(self, event: Event) -> None:
+        """Take the next event."""
+        if isinstance(event, Started):
+            self._response.request_id = event.request_id
+            self._response.effective_seed = event.seed
+        elif isinstance(event, Delta):
+            self._texts.append(event.text)
+            self._choice.token_ids.extend(event.token_ids if self._with_token_ids else ())
+        elif isinstance(event, Finished):
+            self._choice.finish_reason = _reason(event.reason)
+            self._choice.matched_stop = event.matched_stop
+        elif isinstance(event, Completed):
+            self._response.usage.CopyFrom(usage_message(event.usage))
+            self._response.timing.CopyFrom(timing_message(event.timing))
+
+    def message(self) -> inference_pb2.GenerateResponse:
+        """The whole answer, after the last event."""
+        self._choice.text = "".join(self._texts)
+        return self._response
+
+
+def usage_message(usage: Usage) -> inference_pb2.Usage:
+    return inference_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens, generated_tokens=usage.generated_tokens
+    )
+
+
+def timing_message(timing: Timing) -> inference_pb2.Timing:
+    return inference_pb2.Timing(
+        queue_seconds=timing.queue_s,
+        prefill_seconds=timing.prefill_s,
+        first_token_seconds=timing.first_token_s,
+        decode_seconds=timing.decode_s,
+    )
+
+
+def model_message(model: Model) -> inference_pb2.Model:
+    return inference_pb2.Model(
+        name=model.name,
+        fingerprint=model.fingerprint,
+        architecture=model.architecture,
+        vocabulary_size=model.vocabulary_size,
+        max_context_tokens=model.max_context_tokens,
+        block_size=model.block_size,
+        num_blocks=model.num_blocks,
+        kv_dtype=model.kv_dtype,
+        weights_dtype=model.weights_dtype,
+        attention=model.attention,
+        device=model.device,
+    )
+
+
+def _reason(reason: FinishReason) -> Any:
+    return inference_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}")
