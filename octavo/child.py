@@ -75,7 +75,7 @@ class Child:
         self._environment = environment
         self._write_line = write_line
         self._process: asyncio.subprocess.Process | None = None
-        self._output: asyncio.Task[None] | None = None
+        self._output: _Output | None = None
 
     @property
     def pid(self) -> int | None:
@@ -87,26 +87,31 @@ class Child:
         """Spawn; does not wait until it is ready. The process before must have been waited for."""
         _remove_stale_socket(self.spec.address)
         self.tail.clear()
+        self._output = await _Output.open(self._take)
+        try:
+            self._process = await self._spawn(self._output.write_fd)
+        finally:
+            self._output.close_write_end()
+
+    async def _spawn(self, output_fd: int) -> asyncio.subprocess.Process:
         # A session of its own: Ctrl-C reaches the launcher alone, which stops the children in order.
-        self._process = await asyncio.create_subprocess_exec(
+        return await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", guard.__file__, str(os.getpid())),
             *self.spec.argv,
             env=self._environment,
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
+            stdout=output_fd,
+            stderr=output_fd,
             start_new_session=True,
         )
-        assert self._process.stdout is not None
-        self._output = asyncio.create_task(self._read(self._process.stdout))
 
     async def wait(self) -> int:
         """Until the process has ended and was reaped, and its last lines were read; its exit status."""
         if self._process is None or self._output is None:
             raise RuntimeError(f"{self.spec.name} was never started")
         status = await self._process.wait()
-        with contextlib.suppress(TimeoutError):  # a grandchild may hold the pipe open
-            await asyncio.wait_for(asyncio.shield(self._output), _LAST_OUTPUT_TIMEOUT_S)
+        self._kill_group()  # what it started and left behind
+        await self._output.drain(_LAST_OUTPUT_TIMEOUT_S)
         return status
 
     async def stop(self) -> None:
@@ -124,8 +129,7 @@ class Child:
     def kill(self) -> None:
         """SIGKILL, to whatever it started too."""
         if self.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+            self._kill_group()
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the process alone."""
@@ -133,21 +137,58 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
-    async def _read(self, stream: asyncio.StreamReader) -> None:
-        rest = b""
-        while chunk := await stream.read(_MAX_LINE_BYTES):
-            *lines, rest = (rest + chunk).split(b"\n")
-            if len(rest) > _MAX_LINE_BYTES:
-                lines, rest = [*lines, rest], b""
-            for line in lines:
-                self._take(line)
-        if rest:
-            self._take(rest)
+    def _kill_group(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def _take(self, line: bytes) -> None:
         text = line.decode("utf-8", "replace").rstrip("\r")
         self.tail.append(text)
         self._write_line(text)
+
+
+class _Output(asyncio.Protocol):
+    """The reading end of a child's output. A pipe of our own: asyncio's would make the end of the process wait for
+    everyone who still holds the writing end."""
+
+    def __init__(self, take_line: Callable[[bytes], None]) -> None:
+        self.write_fd = -1
+        self._take_line = take_line
+        self._rest = b""
+        self._ended = asyncio.Event()
+        self._transport: asyncio.ReadTransport | None = None
+
+    @classmethod
+    async def open(cls, take_line: Callable[[bytes], None]) -> "_Output":
+        read_fd, write_fd = os.pipe()
+        loop = asyncio.get_running_loop()
+        transport, output = await loop.connect_read_pipe(lambda: cls(take_line), os.fdopen(read_fd, "rb", 0))
+        output._transport, output.write_fd = transport, write_fd
+        return output
+
+    def close_write_end(self) -> None:
+        """The launcher's own; the child has its copy by now."""
+        os.close(self.write_fd)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Until the last line, or for as long where a grandchild keeps the pipe open; then read no more."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), timeout_s)
+        if self._transport is not None:
+            self._transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > _MAX_LINE_BYTES:
+            lines, self._rest = [*lines, self._rest], b""
+        for line in lines:
+            self._take_line(line)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._rest:
+            self._take_line(self._rest)
+        self._ended.set()
 
 
 def _remove_stale_socket(address: str) -> None:

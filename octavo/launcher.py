@@ -18,7 +18,7 @@ from octavo.prefixed_log import PrefixedLog
 from octavo.rpc import is_serving
 from octavo.run_directory import RunDirectory
 from octavo.settings import SECTIONS, load_settings
-from octavo.supervisor import Supervisor
+from octavo.supervisor import HealthProbe, Supervisor
 
 NAME = "octavo"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -56,12 +56,12 @@ def run_serve(config: ServeConfig, on_ready: OnReady) -> int:
     return _guarded("octavo serve", run)
 
 
-def run_stages(stages: Stages, on_ready: OnReady) -> int:
+def run_stages(stages: Stages, on_ready: OnReady, probe: HealthProbe = is_serving) -> int:
     """Run the processes of a plan until a signal or a failure; returns the exit code."""
-    return asyncio.run(_run(stages, on_ready))
+    return asyncio.run(_run(stages, on_ready, probe))
 
 
-async def _run(stages: Stages, on_ready: OnReady) -> int:
+async def _run(stages: Stages, on_ready: OnReady, probe: HealthProbe) -> int:
     names = [spec.name for stage in stages for spec in stage]
     log = PrefixedLog([NAME, *names])
     environment = child_environment(dict(os.environ))
@@ -75,7 +75,7 @@ async def _run(stages: Stages, on_ready: OnReady) -> int:
         for part in line.splitlines():
             log.write(NAME, part)
 
-    supervisor = Supervisor(children, is_serving, say)
+    supervisor = Supervisor(children, probe, say)
     loop = asyncio.get_running_loop()
     for number in _SIGNALS:
         loop.add_signal_handler(number, supervisor.request_stop)

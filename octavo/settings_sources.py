@@ -192,7 +192,7 @@ def _add_argument(parser: Any, *names: str, **options: Any) -> Any:
 
 def _tidy(text: str) -> str:
     """No default where there is none; switches are on or off."""
-    for ending, instead in (("null", ""), ("()", ""), ("False", "off"), ("True", "on")):
+    for ending, instead in (("null", ""), ("()", ""), ("", ""), ("False", "off"), ("True", "on")):
         text = text.replace(f" (default: {ending})", f" (default: {instead})" if instead else "")
     return text
 

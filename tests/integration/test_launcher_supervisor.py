@@ -1,0 +1,172 @@
+"""The supervisor over real processes that are tiny scripts: order, deaths, restarts, last words."""
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launcher_fakes import QUICK_RESTART, child_spec, events_of, file_exists, pids_of
+
+from octavo.child import Child
+from octavo.supervisor import Supervisor
+
+
+class Stack:
+    """A supervisor over specs, and what it said."""
+
+    def __init__(self, *stages) -> None:
+        self.lines: list[str] = []
+        environment = dict(os.environ)
+        children = [[Child(spec, environment, self.lines.append) for spec in stage] for stage in stages]
+        self.supervisor = Supervisor(children, file_exists, self.lines.append)
+
+    async def run(self, when_ready=None) -> int:
+        async def on_ready() -> None:
+            if when_ready is not None:
+                await when_ready()
+
+        async with asyncio.timeout(20):
+            return await self.supervisor.run(on_ready)
+
+    async def stop_when_ready(self) -> None:
+        self.supervisor.request_stop()
+
+    @property
+    def said(self) -> str:
+        return "\n".join(self.lines)
+
+
+async def _a_moment() -> None:
+    await asyncio.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_starts_in_order_and_stops_in_reverse(tmp_path):
+    stack = Stack(
+        [child_spec(tmp_path, "cache")],
+        [child_spec(tmp_path, "a"), child_spec(tmp_path, "b")],
+        [child_spec(tmp_path, "r")],
+    )
+    assert await stack.run(stack.stop_when_ready) == 0
+    events = events_of(tmp_path)
+    assert events[:2] == ["cache start", "cache ready"]
+    assert set(events[2:6]) == {"a start", "a ready", "b start", "b ready"}
+    assert events[6:9] == ["r start", "r ready", "r term"]
+    assert set(events[9:11]) == {"a term", "b term"}
+    assert events[11:] == ["cache term"]
+    assert "first words of cache" in stack.said
+
+
+async def test_child_that_dies_at_start_ends_everything_with_its_last_words(tmp_path):
+    stack = Stack(
+        [child_spec(tmp_path, "cache")], [child_spec(tmp_path, "executor", "refuse")], [child_spec(tmp_path, "r")]
+    )
+    assert await stack.run() == 1
+    assert "executor ended with exit code 3 before it was ready; its last lines:" in stack.said
+    assert "    no such model" in stack.said
+    assert events_of(tmp_path)[-1] == "cache term"
+    assert "r start" not in events_of(tmp_path)
+
+
+async def test_child_that_is_never_ready_is_given_up(tmp_path):
+    stack = Stack([child_spec(tmp_path, "slow", "never", start_timeout_s=0.3)])
+    assert await stack.run() == 1
+    assert "slow was not ready after 0.3 s" in stack.said
+    assert not is_running(pids_of(tmp_path)["slow"])
+
+
+async def test_killed_executor_is_reaped_and_started_again(tmp_path):
+    stack = Stack([child_spec(tmp_path, "cache")], [child_spec(tmp_path, "executor", restart=QUICK_RESTART)])
+    killed: list[int] = []
+
+    async def kill_one_and_wait() -> None:
+        killed.append(pids_of(tmp_path, "ready")["executor"])
+        os.kill(killed[0], 9)
+        while pids_of(tmp_path, "ready")["executor"] == killed[0]:
+            await _a_moment()
+        assert not is_running(killed[0])  # not even a zombie: known dead before its successor started
+        stack.supervisor.request_stop()
+
+    assert await stack.run(kill_one_and_wait) == 0
+    assert "executor was killed by SIGKILL; starting it again" in stack.said
+    assert events_of(tmp_path).count("executor start") == 2
+
+
+async def test_child_that_keeps_dying_is_given_up(tmp_path):
+    stack = Stack([child_spec(tmp_path, "cache")], [child_spec(tmp_path, "executor", "short", restart=QUICK_RESTART)])
+    assert await stack.run() == 1
+    assert "executor ended with exit code 4 too often" in stack.said
+    assert events_of(tmp_path).count("executor start") == 1 + QUICK_RESTART.max_restarts
+    assert events_of(tmp_path)[-1] == "cache term"
+
+
+async def test_death_of_the_cache_service_ends_everything(tmp_path):
+    stack = Stack([child_spec(tmp_path, "cache")], [child_spec(tmp_path, "executor")])
+
+    async def kill_cache() -> None:
+        os.kill(pids_of(tmp_path)["cache"], 9)
+
+    assert await stack.run(kill_cache) == 1
+    assert "cache was killed by SIGKILL; its last lines:" in stack.said
+    assert events_of(tmp_path)[-1] == "executor term"
+
+
+async def test_child_that_ignores_the_signal_is_killed_after_its_grace(tmp_path):
+    stack = Stack([child_spec(tmp_path, "stubborn", "stubborn", stop_grace_s=0.3)])
+    began_s = time.monotonic()
+    assert await stack.run(stack.stop_when_ready) == 0
+    assert time.monotonic() - began_s < 10
+    assert "did not end within 0.3 s of SIGTERM: killed" in stack.said
+    assert not is_running(pids_of(tmp_path)["stubborn"])
+
+
+async def test_second_request_kills_at_once(tmp_path):
+    stack = Stack([child_spec(tmp_path, "stubborn", "stubborn", stop_grace_s=60)])
+
+    async def stop_twice() -> None:
+        stack.supervisor.request_stop()
+        asyncio.get_running_loop().call_later(0.3, stack.supervisor.request_stop)
+
+    assert await stack.run(stop_twice) == 0
+    assert "killing every process" in stack.said
+
+
+async def test_stop_while_starting(tmp_path):
+    """Field failure 37: SIGTERM during model load."""
+    stack = Stack([child_spec(tmp_path, "cache")], [child_spec(tmp_path, "loading", "never")])
+    asyncio.get_running_loop().call_later(0.7, stack.supervisor.request_stop)
+    assert await stack.run() == 0
+    assert events_of(tmp_path)[-2:] == ["loading term", "cache term"]
+
+
+async def test_error_of_the_caller_stops_everything_and_comes_out(tmp_path):
+    stack = Stack([child_spec(tmp_path, "cache")])
+
+    async def fail() -> None:
+        raise LookupError("the first question failed")
+
+    with pytest.raises(LookupError, match="first question"):
+        await stack.run(fail)
+    assert events_of(tmp_path)[-1] == "cache term"
+
+
+async def test_grandchild_ends_with_its_parent_and_delays_nothing(tmp_path):
+    stack = Stack([child_spec(tmp_path, "parent", "parent")])
+    began_s = time.monotonic()
+    assert await stack.run(stack.stop_when_ready) == 0
+    assert time.monotonic() - began_s < 10
+    grandchild = pids_of(tmp_path, "grandchild")["parent"]
+    while is_running(grandchild) and time.monotonic() - began_s < 10:
+        await _a_moment()  # init has to reap it
+    assert not is_running(grandchild)
