@@ -1,0 +1,335 @@
+"""A scripted executor and a byte-level tokenizer: a whole stack without a model.
+
+The executor speaks the real session protocol over a real gRPC server and registers at a real cache service. Its arena
+is a dictionary that remembers, for each written place of each block, which history was computed there, so every step
+proves that the blocks it reads hold exactly the row's own history.
+"""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from octavo.rpc import ServerParts, open_channel, start_server
+from octavo.v1 import cache_pb2, cache_pb2_grpc, executor_pb2, executor_pb2_grpc
+
+BLOCK_SIZE = 4
+EOS = 256
+VOCABULARY_SIZE = 260
+FINGERPRINT = "f" * 64
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
+    "<{{ message.role }}>{{ message.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+# Candidates for the next token of a history, the best first.
+Script = Callable[[tuple[int, ...]], Sequence[int]]
+Places = dict[tuple[int, int], int]  # (block, place in it) -> hash of the history up to there
+
+
+def counting(history: tuple[int, ...]) -> Sequence[int]:
+    """Every token follows from the one before, and never ends: the default script."""
+    return ((history[-1] * 7 + len(history)) % 90 + 33, 33)
+
+
+def saying(text: str | bytes, then: int = EOS) -> Script:
+    """The answer to any prompt that ends in "?": this text byte by byte, then `then`."""
+    answer = list(text.encode() if isinstance(text, str) else text)
+    return telling(answer, then)
+
+
+def telling(token_ids: Sequence[int], then: int = EOS) -> Script:
+    """The answer to any prompt that ends in "?": these ids, then `then` for ever."""
+
+    def script(history: tuple[int, ...]) -> Sequence[int]:
+        num_said = len(history) - 1 - max(index for index, token in enumerate(history) if token == ord("?"))
+        best = token_ids[num_said] if num_said < len(token_ids) else then
+        return (best, ord("_"), ord("-"))
+
+    return script
+
+
+# ------------------------------------------------------------------------------------------------------------ tokenizer
+
+
+def save_byte_tokenizer(folder: Path) -> Path:
+    """A tokenizer whose id b is the byte b, with <eos> and three tokens of many bytes, and a chat template."""
+    alphabet = _byte_alphabet()
+    vocabulary = {character: byte for byte, character in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>", "<end>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", chat_template=CHAT_TEMPLATE)
+    fast.save_pretrained(folder)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    return folder
+
+
+def _byte_alphabet() -> list[str]:
+    """Byte -> the character that byte-level tokenizers write for it (the table of GPT-2)."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    table = {byte: chr(byte) for byte in shown} | {byte: chr(256 + index) for index, byte in enumerate(hidden)}
+    return [table[byte] for byte in range(256)]
+
+
+# ------------------------------------------------------------------------------------------------------------- executor
+
+
+@dataclass
+class _Row:
+    """A row as the executor keeps it."""
+
+    tokens: list[int]
+    num_computed: int
+    block_ids: list[int]
+    sampling: executor_pb2.RowSampling
+
+
+class StepRefusedError(Exception):
+    """Raise it from a hook to answer StepFailed."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+
+
+@dataclass
+class Hooks:
+    """What a test can do to an executor. All may be changed at any time."""
+
+    before_step: Callable[[executor_pb2.Step], Awaitable[None]] | None = None
+    fail_rows: Callable[[_Row], bool] = lambda row: False
+    is_open: asyncio.Event = field(default_factory=asyncio.Event)  # cleared: steps wait
+
+    def __post_init__(self) -> None:
+        self.is_open.set()
+
+
+@dataclass
+class FakeExecutor:
+    """A process of an executor; a second one with the same arena is its replacement."""
+
+    script: Script
+    tokenizer_source: str
+    cache_address: str
+    num_blocks: int = 64
+    max_context_tokens: int = 256
+    max_rows: int = 16
+    max_tokens_per_step: int = 64
+    max_steps_in_flight: int = 2
+    listen: str = "127.0.0.1:0"
+    eos_token_ids: tuple[int, ...] = (EOS,)
+    arena: Places = field(default_factory=dict)
+    hooks: Hooks = field(default_factory=Hooks)
+    steps: list[executor_pb2.Step] = field(default_factory=list)  # that were applied
+    rows: dict[int, _Row] = field(default_factory=dict)
+    epoch: int = 0
+    _num_sessions: int = 0
+    _server: ServerParts | None = None
+    _calls: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    @property
+    def address(self) -> str:
+        assert self._server is not None
+        return f"127.0.0.1:{self._server.port}"
+
+    async def start(self) -> None:
+        """Register at the cache service and listen."""
+        self._channel = open_channel(self.cache_address)
+        self._cache = cache_pb2_grpc.BlockManagerServiceStub(self._channel)
+        layer = cache_pb2.LayerGeometry(num_kv_heads=1, k_head_dim=64, v_head_dim=64)
+        block_bytes = 2 * 64 * 4 * BLOCK_SIZE
+        response = await self._cache.RegisterExecutor(
+            cache_pb2.RegisterExecutorRequest(
+                executor_id="fake",
+                pid=os.getpid(),
+                arena_id="cpu",
+                model_fingerprint=FINGERPRINT,
+                geometry=cache_pb2.KvGeometry(block_size=BLOCK_SIZE, dtype="float32", layers=[layer]),
+                kv_bytes=self.num_blocks * block_bytes,
+            )
+        )
+        assert response.arena.num_blocks == self.num_blocks, response.arena
+        self.epoch = response.executor_epoch
+        servicer = _ExecutorServicer(self)
+        self._server = await start_server(
+            self.listen,
+            [
+                (
+                    "octavo.v1.ExecutorService",
+                    lambda server: executor_pb2_grpc.add_ExecutorServiceServicer_to_server(servicer, server),
+                )
+            ],
+        )
+
+    async def stop(self) -> None:
+        """The process is gone, in the middle of whatever it did."""
+        self.hooks.is_open.set()
+        if self._server is not None:
+            await self._server.server.stop(0)
+        await self._channel.close()
+
+    async def break_sessions(self) -> None:
+        """All connections break; the process lives."""
+        for task in list(self._calls):
+            task.cancel()
+        await asyncio.sleep(0)
+
+    def info(self) -> executor_pb2.GetExecutorInfoResponse:
+        return executor_pb2.GetExecutorInfoResponse(
+            executor_id="fake",
+            executor_epoch=self.epoch,
+            model=executor_pb2.ModelDescription(
+                name="scripted",
+                source=self.tokenizer_source,
+                revision="1",
+                fingerprint=FINGERPRINT,
+                architecture="ScriptedForCausalLM",
+                vocabulary_size=VOCABULARY_SIZE,
+                max_context_tokens=self.max_context_tokens,
+                eos_token_ids=self.eos_token_ids,
+            ),
+            arena_id="cpu",
+            block_size=BLOCK_SIZE,
+            num_blocks=self.num_blocks,
+            kv_dtype="float32",
+            device="cpu",
+            attention="scripted",
+            weights_dtype="none",
+            max_rows=self.max_rows,
+            max_tokens_per_step=self.max_tokens_per_step,
+            max_steps_in_flight=self.max_steps_in_flight,
+        )
+
+    async def session(self, requests: AsyncIterator[executor_pb2.SessionRequest]) -> AsyncIterator[Any]:
+        """One session from Open to its end."""
+        opened = (await anext(requests)).open
+        self._num_sessions += 1
+        key = cache_pb2.SessionKey(executor_id="fake", executor_epoch=self.epoch, session_id=self._num_sessions)
+        request = cache_pb2.OpenSessionRequest(
+            session=key, client_id=opened.router_id, client_epoch=opened.router_epoch
+        )
+        await self._cache.OpenSession(request)
+        self.rows.clear()
+        response = executor_pb2.Opened(executor_epoch=self.epoch, session_id=key.session_id)
+        yield executor_pb2.SessionResponse(opened=response)
+        try:
+            async for response in self._run_steps(requests):
+                yield response
+        finally:
+            self.rows.clear()
+            await asyncio.shield(self._cache.CloseSession(cache_pb2.CloseSessionRequest(session=key)))
+
+    async def _run_steps(self, requests: AsyncIterator[executor_pb2.SessionRequest]) -> AsyncIterator[Any]:
+        last_applied = 0
+        async for request in requests:
+            kind = request.WhichOneof("message")
+            if kind == "close":
+                return
+            if kind != "step":
+                continue
+            step = request.step
+            if step.step_id != last_applied + 1:
+                yield executor_pb2.SessionResponse(gap=executor_pb2.StepGap(last_applied_step=last_applied))
+                continue
+            try:
+                await self.hooks.is_open.wait()
+                if self.hooks.before_step is not None:
+                    await self.hooks.before_step(step)
+            except StepRefusedError as error:
+                failed = executor_pb2.StepFailed(step_id=step.step_id, reason=error.reason, message=error.message)
+                yield executor_pb2.SessionResponse(failed=failed)
+                continue
+            last_applied = step.step_id
+            self.steps.append(step)
+            yield executor_pb2.SessionResponse(result=self._apply(step))
+
+    # ------------------------------------------------------------------------------------------------------- one step
+
+    def _apply(self, step: executor_pb2.Step) -> executor_pb2.StepResult:
+        for slot in step.retired_slots:
+            del self.rows[slot]
+        for start in step.started_rows:
+            assert start.slot not in self.rows, f"slot {start.slot} holds a row"
+            assert start.num_computed_tokens < len(start.token_ids), "nothing to compute"
+            tables = list(start.tables[0].block_ids)
+            row = _Row(list(start.token_ids), start.num_computed_tokens, tables, start.sampling)
+            self.rows[start.slot] = row
+        for extension in step.extensions:
+            new_blocks = iter(extension.block_ids)
+            for slot, count in zip(extension.slots, extension.counts, strict=True):
+                self.rows[slot].block_ids += [next(new_blocks) for _ in range(count)]
+        result = executor_pb2.StepResult(step_id=step.step_id)
+        assert sum(step.num_tokens) <= self.max_tokens_per_step, "over the budget"
+        assert len(set(step.slots)) == len(step.slots), "a row runs twice"
+        for index, slot in enumerate(step.slots):
+            row = self.rows[slot]
+            assert step.start_positions[index] == row.num_computed, "a row starts where it is not"
+            self._compute(row, step.num_tokens[index])
+            if self.hooks.fail_rows(row):
+                result.num_sampled.append(0)
+                result.failures.add(row=index, reason="LOGITS_NOT_FINITE", message="logits are not finite")
+                continue
+            sampled = self._sample(row)
+            result.num_sampled.append(len(sampled))
+            result.token_ids.extend(sampled)
+        return result
+
+    def _compute(self, row: _Row, num_tokens: int) -> None:
+        """Write places, after proof that all places before hold this very history."""
+        end = row.num_computed + num_tokens
+        assert row.num_computed < end <= len(row.tokens), "tokens that are not there"
+        assert end <= len(row.block_ids) * BLOCK_SIZE, "no block for a token"
+        assert 0 not in row.block_ids, "the reserved block is in a table"
+        for position in range(row.num_computed):
+            found = self.arena.get(self._place(row, position))
+            assert found == _history_hash(row.tokens[: position + 1]), f"foreign or unwritten KV at {position}"
+        for position in range(row.num_computed, end):
+            self.arena[self._place(row, position)] = _history_hash(row.tokens[: position + 1])
+        row.num_computed = end
+
+    def _sample(self, row: _Row) -> list[int]:
+        if row.num_computed < len(row.tokens):
+            return []
+        is_suppressing = len(row.tokens) < row.sampling.suppress_until
+        suppressed = set(row.sampling.suppressed_token_ids) if is_suppressing else set()
+        token = next(token for token in self.script(tuple(row.tokens)) if token not in suppressed)
+        row.tokens.append(token)
+        return [token]
+
+    @staticmethod
+    def _place(row: _Row, position: int) -> tuple[int, int]:
+        return row.block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE
+
+
+def _history_hash(tokens: Sequence[int]) -> int:
+    return hash(tuple(tokens))
+
+
+class _ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
+    """The gRPC edge of a `FakeExecutor`."""
+
+    def __init__(self, executor: FakeExecutor) -> None:
+        self._executor = executor
+
+    async def GetExecutorInfo(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        return self._executor.info()
+
+    async def Session(self, request_iterator: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        task = asyncio.current_task()
+        assert task is not None
+        self._executor._calls.add(task)
+        try:
+            async for response in self._executor.session(aiter(request_iterator)):
+                yield response
+        finally:
+            self._executor._calls.discard(task)

@@ -1,0 +1,175 @@
+"""A whole router stack in one process: real cache service, scripted executor, real router; and its settle check."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import grpc
+from prometheus_client import generate_latest
+
+from cache_service.app import outside_of, running
+from cache_service.config import CacheServiceConfig
+from octavo.rpc import open_channel
+from octavo.v1 import cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc
+from router.app import Router
+from router.config import RouterConfig
+from router.engine import Engine
+from tests.fakes import FakeExecutor, Script, counting
+
+SETTLE_S = 5.0
+
+
+@dataclass
+class FakeProcess:
+    """The process behind the fake executor, as the cache service watches it: dead when the test says so."""
+
+    is_dead: bool = False
+    callbacks: list[Callable[[], None]] = field(default_factory=list)
+
+    def is_alive(self) -> bool:
+        return not self.is_dead
+
+    def when_dead(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+        self.callbacks.append(callback)
+
+    def close(self) -> None: ...
+
+    def die(self) -> None:
+        self.is_dead = True
+        for callback in self.callbacks:
+            callback()
+
+
+@dataclass
+class Stack:
+    """The parts, and calls that tests make over and over."""
+
+    router: Router
+    executor: FakeExecutor
+    process: FakeProcess
+    stub: inference_pb2_grpc.InferenceServiceStub
+    cache: cache_pb2_grpc.BlockManagerServiceStub
+    channel: grpc.aio.Channel
+
+    @property
+    def engine(self) -> Engine:
+        backend = self.router.link.backend
+        assert backend is not None
+        return backend.engine
+
+    async def generate(self, prompt: str = "hi?", **fields: Any) -> inference_pb2.GenerateResponse:
+        return await self.stub.Generate(request(prompt, **fields), timeout=30)
+
+    async def stream(self, prompt: str = "hi?", **fields: Any) -> list[inference_pb2.GenerateStreamResponse]:
+        message = request(prompt, kind=inference_pb2.GenerateStreamRequest, **fields)
+        return [response async for response in self.stub.GenerateStream(message, timeout=30)]
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of the samples of this name that have these labels."""
+        found = 0.0
+        for family in self.router.metrics.registry.collect():
+            for sample in family.samples:
+                if sample.name == name and labels.items() <= sample.labels.items():
+                    found += sample.value
+        return found
+
+    async def arena(self) -> cache_pb2.ArenaStats:
+        response = await self.cache.GetStats(cache_pb2.GetStatsRequest(self_check=True))
+        return response.arenas[0]
+
+    async def settle(self) -> cache_pb2.ArenaStats:
+        """All requests ended: every table is empty, every block free or cached, every gauge 0, within the bound."""
+        assert await until(lambda: self._is_settled()), await self._unsettled()
+        stats = await self.arena()
+        assert not stats.violations, stats.violations
+        assert b"octavo_num_requests_running" in generate_latest(self.router.metrics.registry)
+        for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_ratio"):
+            assert self.metric(f"octavo_{gauge}") == 0, gauge
+        return stats
+
+    async def _is_settled(self) -> bool:
+        stats = await self.arena()
+        is_whole = stats.free_blocks + stats.cached_blocks + stats.reserved_blocks == stats.total_blocks
+        roster = self.engine.roster
+        router_is_empty = not (len(roster) or roster.running or roster.waiting or roster.allocating)
+        return is_whole and not stats.num_sequences and router_is_empty and not self.executor.rows
+
+    async def _unsettled(self) -> str:
+        stats = await self.arena()
+        return f"not settled: {len(self.engine.roster)} live, {len(self.executor.rows)} rows, {stats}"
+
+
+def request(prompt: str = "hi?", kind: Any = inference_pb2.GenerateRequest, **fields: Any) -> Any:
+    """A request; keyword groups become messages: `stopping={"max_tokens": 3}`. `token_ids` and `chat` replace text."""
+    if not {"token_ids", "chat"} & fields.keys():
+        fields["text"] = prompt
+    return kind(**fields)
+
+
+async def until(condition: Callable[[], bool | Awaitable[bool]], within_s: float = SETTLE_S) -> bool:
+    """Whether the condition comes true within the time."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        result = condition()
+        if await result if isinstance(result, Awaitable) else result:
+            return True
+        await asyncio.sleep(0.01)
+    return False
+
+
+@asynccontextmanager
+async def running_cache_service(process: FakeProcess) -> AsyncIterator[str]:
+    """A real cache service; yields its address."""
+    config = CacheServiceConfig(listen="127.0.0.1:0", metrics_listen="", drain_grace_s=0, min_lease_ttl_s=0.2)
+    outside = replace(outside_of(config), watch_process=lambda pid: process)
+    async with running(config, outside) as app:
+        yield f"127.0.0.1:{app.server.port}"
+
+
+@asynccontextmanager
+async def running_stack(
+    tokenizer_source: str, script: Script = counting, *, config: dict[str, Any] | None = None, **executor_options: Any
+) -> AsyncIterator[Stack]:
+    """All three processes in this one, ready to serve.
+
+    Args:
+        config: fields of `RouterConfig` that differ from the test's own.
+        executor_options: fields of `FakeExecutor`.
+    """
+    process = FakeProcess()
+    async with running_cache_service(process) as cache_address:
+        executor = FakeExecutor(script, tokenizer_source, cache_address, **executor_options)
+        await executor.start()
+        options = {
+            "listen": "127.0.0.1:0",
+            "metrics_listen": "127.0.0.1:0",
+            "cache_service": cache_address,
+            "executor": executor.address,
+            "router_id": "router-under-test",
+            "drain_accept_window_s": 0,
+            "lease_ttl_s": 2,
+            "slack_blocks": 1,
+        }
+        router = Router(RouterConfig(**(options | (config or {}))))
+        await router.start()
+        channel, cache_channel = open_channel(f"127.0.0.1:{router.port}"), open_channel(cache_address)
+        stack = Stack(
+            router,
+            executor,
+            process,
+            inference_pb2_grpc.InferenceServiceStub(channel),
+            cache_pb2_grpc.BlockManagerServiceStub(cache_channel),
+            channel,
+        )
+        try:
+            assert await until(lambda: router.link.is_ready, 20), "the router did not become ready"
+            yield stack
+        finally:
+            await channel.close()
+            with suppress(grpc.aio.AioRpcError):
+                await router.close()
+            await cache_channel.close()
+            await executor.stop()
