@@ -1,0 +1,125 @@
+"""From options to processes: command lines, wiring, order, and what may not be set."""
+
+import pytest
+from pydantic import ValidationError
+
+from octavo.child import RestartPolicy
+from octavo.launch_config import EngineConfig, ServeConfig
+from octavo.launch_plan import arguments_of, connect_address, offset_address, plan_engine, plan_serve
+from octavo.launcher import child_environment
+from octavo.settings import load_settings
+from octavo.supervisor import RestartHistory
+from router.config import RouterConfig
+
+
+def socket_of(name: str) -> str:
+    return f"unix:/run/{name}.sock"
+
+
+def serve(**values) -> list:
+    return plan_serve(ServeConfig.model_validate(values), socket_of)
+
+
+def test_serve_is_three_stages_joined_by_private_sockets():
+    [[cache], [executor], [router]] = serve()
+    assert cache.argv[1:3] == ("-m", "cache_service")
+    assert "--listen=unix:/run/cache-service.sock" in cache.argv
+    assert "--cache-service=unix:/run/cache-service.sock" in executor.argv
+    assert "--executor=unix:/run/executor.sock" in router.argv
+    assert not any(argument.startswith("--listen") for argument in router.argv)  # its default is the public address
+    assert (router.address, router.health_service) == ("127.0.0.1:7700", "octavo.v1.InferenceService")
+
+
+def test_only_the_cache_service_may_not_die():
+    [[cache], [executor], [router]] = serve(max_restarts=7)
+    assert cache.restart is None
+    assert executor.restart == router.restart == RestartPolicy(7)
+
+
+def test_grace_before_sigkill_is_longer_than_the_processs_own():
+    [_, _, [router]] = serve(router={"drain_accept_window_s": 3, "drain_grace_s": 50})
+    assert router.stop_grace_s > 53
+
+
+def test_what_is_said_once_reaches_every_section_that_says_nothing():
+    config = ServeConfig.model_validate({"model": "m", "log_level": "debug", "router": {"log_level": "error"}})
+    assert config.executor.model == "m"
+    assert (config.cache_service.log_level, config.router.log_level) == ("debug", "error")
+
+
+def test_address_that_was_chosen_is_used_and_connected_to():
+    [[cache], [executor], _] = serve(cache_service={"listen": "0.0.0.0:7801"})
+    assert "--listen=0.0.0.0:7801" in cache.argv
+    assert "--cache-service=127.0.0.1:7801" in executor.argv
+
+
+@pytest.mark.parametrize(
+    ("section", "name"),
+    [
+        ("executor", "cache_service"),
+        ("executor", "executor_id"),
+        ("router", "cache_service"),
+        ("router", "executor"),
+    ],
+)
+def test_where_processes_connect_cannot_be_set(section, name):
+    with pytest.raises(ValidationError, match=f"{section}.{name} cannot be set here"):
+        ServeConfig.model_validate({section: {name: "x:1"}})
+
+
+def test_port_that_nobody_could_know_is_refused():
+    with pytest.raises(ValueError, match="choose one"):
+        serve(router={"listen": "127.0.0.1:0"})
+
+
+def test_engine_numbers_its_executors():
+    [[cache], executors] = plan_engine(EngineConfig.model_validate({"executors": 2, "model": "m"}))
+    assert cache.address == "127.0.0.1:7701"
+    assert [spec.name for spec in executors] == ["executor-0", "executor-1"]
+    assert [spec.address for spec in executors] == ["127.0.0.1:7702", "127.0.0.1:7703"]
+    assert {"--listen=127.0.0.1:7703", "--metrics-listen=127.0.0.1:9703", "--executor-id=executor-1"} <= set(
+        executors[1].argv
+    )
+    assert all("--model=m" in spec.argv for spec in executors)
+
+
+def test_command_line_says_the_same_as_the_options():
+    options = RouterConfig(reflection=False, max_queued_requests=3, router_id="r with spaces", drain_grace_s=1.5)
+    arguments = arguments_of(options, {"executor": "x:1"})
+    read = load_settings(RouterConfig, section="router", program="octavo router", argv=arguments)
+    assert read == options.model_copy(update={"executor": "x:1"})
+    assert len(arguments) == 5
+
+
+def test_children_get_options_from_their_command_lines_alone():
+    environ = {"OCTAVO_ROUTER_LISTEN": "x", "OCTAVO_CONFIG": "f", "OCTAVO_SERVE_MODEL": "m", "HOME": "/h"}
+    assert child_environment(environ) == {"HOME": "/h", "OCTAVO_LOG_PREFIXED": "1", "PYTHONUNBUFFERED": "1"}
+
+
+@pytest.mark.parametrize(
+    ("listen", "address"),
+    [
+        ("0.0.0.0:1", "127.0.0.1:1"),
+        ("[::]:1", "[::1]:1"),
+        ("localhost:1", "localhost:1"),
+        ("unix:/run/a.sock", "unix:/run/a.sock"),
+    ],
+)
+def test_where_to_reach_who_listens(listen, address):
+    assert connect_address(listen) == address
+
+
+@pytest.mark.parametrize(
+    ("listen", "moved"),
+    [("a:10", "a:12"), ("a:0", "a:0"), ("unix:/run/e.sock", "unix:/run/e.sock.2"), ("", "")],
+)
+def test_address_of_a_later_executor(listen, moved):
+    assert offset_address(listen, 2) == moved
+
+
+def test_restarts_wait_longer_each_time_and_end():
+    policy = RestartPolicy(max_restarts=4, window_s=100, first_delay_s=1, max_delay_s=3)
+    history = RestartHistory(policy)
+    assert [history.next_delay_s(now_s) for now_s in (0, 1, 2, 3)] == [1, 2, 3, 3]
+    assert history.next_delay_s(50) is None
+    assert history.next_delay_s(100.5) == 3  # the first is forgotten
