@@ -1,0 +1,107 @@
+"""One step's rows as the tensors of one forward pass: a packed batch of prefill chunks and decodes.
+
+Packing only: rows in, tensors out. Not here: checks of what was asked, attention, sampling.
+
+    row 0 (chunk of 3)     row 1 (decode)   row 2 (chunk of 2)
+    [ t4   t5   t6     |   t19          |   t0   t1  ]          input_ids   [num_tokens]
+      4    5    6          19               0    1              positions   [num_tokens]
+      ^ 0                  ^ 3              ^ 4        ^ 6      query_starts [num_rows + 1]
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from executor.sampler import SamplingBatch
+from executor.slots import SlotTable, ranges
+from executor.step import Ints
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """Where each token's KV goes, and what each row may read."""
+
+    query_starts: Tensor  # [num_rows + 1] int64, row -> its first token
+    context_lengths: Tensor  # [num_rows] int64, tokens with KV after this step's writes
+    tables: Tensor  # [num_rows, max_blocks] int32, padded with block 0
+    write_blocks: Tensor  # [num_tokens] int64, token -> block id
+    write_offsets: Tensor  # [num_tokens] int64, token -> position inside the block
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The input of one forward pass."""
+
+    input_ids: Tensor  # [num_tokens] int64
+    positions: Tensor  # [num_tokens] int64
+    attention: AttentionBatch
+    logits_tokens: Tensor  # [num_sampling] int64, sampling row -> its last token in the batch
+    sampling: SamplingBatch
+
+    @property
+    def num_tokens(self) -> int:
+        """Over all rows."""
+        return len(self.input_ids)
+
+
+def pack_batch(table: SlotTable, slots: Ints, starts: Ints, counts: Ints, block_size: int) -> Batch:
+    """Pack rows that run `counts` tokens from `starts` on.
+
+    Args:
+        table: holds the rows.
+        slots, starts, counts: [num_rows], batch row -> slot, first position, number of tokens; at least one row.
+        block_size: in tokens.
+    """
+    token_slots = np.repeat(slots, counts)  # [num_tokens], token -> slot
+    positions = ranges(starts, counts)
+    ends = starts + counts
+    query_ends = np.cumsum(counts)
+    samples = sampling_rows(table, slots, starts, counts)
+    return Batch(
+        input_ids=torch.from_numpy(table.history[token_slots, positions].astype(np.int64)),
+        positions=torch.from_numpy(positions),
+        attention=AttentionBatch(
+            query_starts=torch.from_numpy(np.concatenate((np.zeros(1, np.int64), query_ends))),
+            context_lengths=torch.from_numpy(ends),
+            tables=torch.from_numpy(_packed_tables(table, slots, ends, block_size)),
+            write_blocks=torch.from_numpy(table.tables[token_slots, positions // block_size].astype(np.int64)),
+            write_offsets=torch.from_numpy(positions % block_size),
+        ),
+        logits_tokens=torch.from_numpy(query_ends[samples] - 1),
+        sampling=_pack_sampling(table, slots[samples]),
+    )
+
+
+def sampling_rows(table: SlotTable, slots: Ints, starts: Ints, counts: Ints) -> np.ndarray:
+    """Which rows sample in this step: those whose last known token is computed. [num_rows] bool"""
+    return starts + counts == table.rows["length"][slots]
+
+
+def _packed_tables(table: SlotTable, slots: Ints, ends: Ints, block_size: int) -> np.ndarray:
+    num_blocks = -(-ends // block_size)  # [num_rows], blocks that the row reads or writes
+    width = int(num_blocks.max())
+    used = np.arange(width) < num_blocks[:, None]
+    return np.where(used, table.tables[slots, :width], np.int32(0))
+
+
+def _pack_sampling(table: SlotTable, slots: Ints) -> SamplingBatch:
+    rows = table.rows[slots]
+    suppressed = [
+        table.suppressed[slot] if slot in table.suppressed and length < until else None
+        for slot, length, until in zip(
+            slots.tolist(), rows["length"].tolist(), rows["suppress_until"].tolist(), strict=True
+        )
+    ]
+    return SamplingBatch(
+        temperature=torch.from_numpy(rows["temperature"].copy()),
+        top_k=torch.from_numpy(rows["top_k"].copy()),
+        top_p=torch.from_numpy(rows["top_p"].copy()),
+        min_p=torch.from_numpy(rows["min_p"].copy()),
+        seed=torch.from_numpy(rows["seed"].astype(np.int64)),
+        position=torch.from_numpy(rows["length"].copy()),
+        choice_index=torch.from_numpy(rows["choice_index"].copy()),
+        suppressed_rows=torch.tensor([i for i, ids in enumerate(suppressed) if ids is not None for _ in ids]).long(),
+        suppressed_ids=torch.from_numpy(np.concatenate([ids for ids in suppressed if ids is not None] or [slots[:0]])),
+    )

@@ -1,0 +1,49 @@
+"""Options of the executor. Light on purpose: the launcher and the command line import it without torch."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+WeightsDtype = Literal["float32", "bfloat16", "float16"]
+KvDtype = Literal["auto", "float32", "bfloat16", "float16"]
+Attention = Literal["torch", "triton", "triton-interpret"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+class ExecutorConfig(BaseModel):
+    """Run one model on one device, in steps that routers plan, on KV blocks that the cache service owns."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    listen: str = Field("127.0.0.1:7702", description="address of ExecutorService: host:port or unix:/path")
+    metrics_listen: str = Field("127.0.0.1:9702", description="address of /metrics: host:port; empty: none")
+    reflection: bool = Field(True, description="serve gRPC reflection")
+    log_level: LogLevel = Field("info", description="least severe records to log")
+    drain_accept_window_s: float = Field(0.5, ge=0, description="seconds that calls are still accepted after SIGTERM")
+    drain_grace_s: float = Field(30.0, ge=0, description="seconds that live sessions may take to end after SIGTERM")
+
+    executor_id: str = Field("executor-0", min_length=1, description="name of this executor; a successor keeps it")
+    cache_service: str = Field("127.0.0.1:7701", description="address of the cache service: host:port or unix:/path")
+    register_timeout_s: float = Field(
+        300.0, gt=0, description="seconds to wait for the cache service at start before giving up"
+    )
+    session_timeout_s: float = Field(
+        30.0, ge=0, description="seconds that a session is kept for a router that is no longer connected"
+    )
+
+    model: str = Field("demo", min_length=1, description="a folder, a .gguf file, a hub id, or demo")
+    model_name: str = Field("", description="name that clients ask for; empty: the model's own")
+    weights_dtype: WeightsDtype = Field("float32", description="number format of weights and activations")
+    device: Literal["cpu"] = Field("cpu", description="device that holds the weights and the KV blocks")
+    attention: Attention = Field("torch", description="attention back end; refused at start where it cannot run")
+    threads: int = Field(0, ge=0, description="threads of one operator; 0: one per processor that this process may use")
+    verify_model: bool = Field(
+        True, description="compare the paged model with its plain form on a few tokens before serving"
+    )
+
+    block_size: int = Field(16, ge=1, le=1024, description="tokens per KV block")
+    kv_dtype: KvDtype = Field("auto", description="number format of the KV blocks; auto: that of the weights")
+    kv_memory_mib: int = Field(512, ge=1, description="MiB of KV blocks to ask the cache service for")
+    max_context_tokens: int = Field(0, ge=0, description="longest sequence in tokens; 0: as long as the model allows")
+    max_rows: int = Field(64, ge=1, le=65536, description="sequences that one session may hold at a time")
+    max_tokens_per_step: int = Field(2048, ge=1, description="tokens that one step may compute over all its rows")

@@ -1,0 +1,49 @@
+"""A loaded model as a function from a packed batch to logits."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from executor.arena import LayerGeometry
+from executor.attention import PreparedAttention
+from executor.batch import Batch
+from executor.model.hook import AttentionHook
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """What routers need to know of a model."""
+
+    name: str
+    source: str  # what the tokenizer is loaded from
+    revision: str
+    fingerprint: str  # hexadecimal
+    architecture: str
+    vocabulary_size: int  # logits per token
+    max_context_tokens: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CausalModel:
+    """A model of `transformers` whose attention is paged."""
+
+    module: nn.Module
+    hook: AttentionHook
+    config: Any  # PretrainedConfig
+    layers: tuple[LayerGeometry, ...]  # attention layers in order of call
+    vocabulary_size: int
+    weights_dtype: torch.dtype
+
+    def forward(self, batch: Batch, attention: PreparedAttention) -> Tensor:
+        """Logits of the sampling rows: [num_sampling, vocabulary_size] float32. Writes the batch's KV."""
+        with torch.inference_mode(), self.hook.during(attention):
+            output = self.module(
+                input_ids=batch.input_ids[None],
+                position_ids=batch.positions[None],
+                use_cache=False,
+                logits_to_keep=batch.logits_tokens,
+            )
+            return output.logits[0].float()

@@ -1,0 +1,131 @@
+"""Loading: from what `octavo.model_source` found to a model whose attention is paged, or a clear refusal."""
+
+import logging
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
+
+from executor.model.fingerprint import fingerprint_of, weights_files
+from executor.model.forward import CausalModel, ModelDescription
+from executor.model.hook import IMPLEMENTATION, AttentionHook
+from executor.model.probe import probe_geometry
+from executor.model.refusal import not_loadable, unsupported
+from executor.model.support import check_config
+from octavo.errors import OctavoError
+from octavo.model_source import ModelSource
+
+log = logging.getLogger(__name__)
+
+WEIGHTS_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SHOWN_NAMES = 5
+
+
+def load_model(source: ModelSource, weights_dtype: str) -> CausalModel:
+    """Load, replace attention, and find out what attention needs.
+
+    Raises:
+        OctavoError: FAILED_PRECONDITION: MODEL_NOT_LOADABLE (files), MODEL_NOT_SUPPORTED (what they describe).
+    """
+    location, options = source.pretrained_arguments()
+    config = _load_config(source, location, options)
+    check_config(config)
+    module = _load_module(source, location, options, config, weights_dtype)
+    hook = AttentionHook(module)
+    layers, vocabulary_size = probe_geometry(module, hook, module.config)
+    return CausalModel(module, hook, module.config, layers, vocabulary_size, WEIGHTS_DTYPES[weights_dtype])
+
+
+def describe_model(model: CausalModel, source: ModelSource, name: str, max_context_tokens: int) -> ModelDescription:
+    """What routers need to know.
+
+    Args:
+        name: what clients ask for; empty: the source's own.
+        max_context_tokens: 0: as long as the model allows.
+
+    Raises:
+        OctavoError: FAILED_PRECONDITION: the context asked for is longer than the model's.
+    """
+    revision = getattr(model.config, "_commit_hash", None) or ""
+    dtype = str(model.weights_dtype).removeprefix("torch.")
+    return ModelDescription(
+        name=name or source.name,
+        source=source.reference,
+        revision=revision,
+        fingerprint=fingerprint_of(model.config.to_dict(), dtype, revision, weights_files(source.path)),
+        architecture=type(model.module).__name__,
+        vocabulary_size=model.vocabulary_size,
+        max_context_tokens=_context(model.config.get_text_config(), max_context_tokens),
+        eos_token_ids=_eos_token_ids(model),
+    )
+
+
+def _load_config(source: ModelSource, location: str, options: dict[str, Any]) -> Any:
+    try:
+        return AutoConfig.from_pretrained(location, **options)
+    except Exception as error:
+        raise _not_loadable(source, error) from error
+
+
+def _load_module(
+    source: ModelSource, location: str, options: dict[str, Any], config: Any, weights_dtype: str
+) -> nn.Module:
+    extra = {"quantization_config": GgufConfig(dequantize=True)} if "gguf_file" in options else {}
+    try:
+        module, info = AutoModelForCausalLM.from_pretrained(
+            location,
+            config=config,
+            dtype=WEIGHTS_DTYPES[weights_dtype],
+            attn_implementation=IMPLEMENTATION,
+            output_loading_info=True,
+            **options,
+            **extra,
+        )
+    except OctavoError:
+        raise
+    except Exception as error:
+        raise _not_loadable(source, error) from error
+    _check_complete(source, info)
+    return module.eval()
+
+
+def _check_complete(source: ModelSource, info: dict[str, Any]) -> None:
+    """Missing tensors would be random numbers; unexpected ones are common (heads for training) and only said."""
+    for what in ("missing_keys", "mismatched_keys", "error_msgs"):
+        if info.get(what):
+            raise not_loadable(f"{source.reference}: {what.replace('_', ' ')}: {_some(info[what])}")
+    if info.get("unexpected_keys"):
+        log.warning("%s: tensors that the model has no place for: %s", source.reference, _some(info["unexpected_keys"]))
+
+
+def _some(names: Collection[Any]) -> str:
+    shown = ", ".join(sorted(str(name) for name in names)[:_SHOWN_NAMES])
+    more = len(names) - _SHOWN_NAMES
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _not_loadable(source: ModelSource, error: Exception) -> OctavoError:
+    return not_loadable(
+        f"{source.reference}: {type(error).__name__}: {error} (are the files whole, and is the architecture one that "
+        f"transformers knows?)"
+    )
+
+
+def _context(text: Any, wanted: int) -> int:
+    allowed = getattr(text, "max_position_embeddings", None)
+    if wanted and allowed and wanted > allowed:
+        raise unsupported(f"max_context_tokens {wanted}: its positions end at {allowed}")
+    if not wanted and not allowed:
+        raise unsupported("its configuration names no longest sequence; set max_context_tokens")
+    return wanted or int(allowed)
+
+
+def _eos_token_ids(model: CausalModel) -> tuple[int, ...]:
+    """Of the generation configuration and of the model's, all of them, without doubles."""
+    found: set[int] = set()
+    for config in (getattr(model.module, "generation_config", None), model.config, model.config.get_text_config()):
+        ids = getattr(config, "eos_token_id", None)
+        found.update([] if ids is None else [ids] if isinstance(ids, int) else ids)
+    return tuple(sorted(found))

@@ -1,0 +1,161 @@
+"""The rows of one session: token histories, block tables and computed lengths, in numbered slots.
+
+Everything is an array over slots, so that a batch is packed without a loop over rows. The table trusts the steps it
+is given (`step_check` vets them first) and can go back to the state before a step. Not here: what a step may say,
+step ids, anything of the model.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from executor.step import Ints, RowStart, Step, TableExtension
+
+# fmt: off
+ROW = np.dtype([
+    ("occupied", np.bool_),
+    ("failed", np.bool_),           # its logits were not finite: it runs no more
+    ("incarnation", np.uint64),
+    ("length", np.int64),           # tokens known
+    ("computed", np.int64),         # tokens whose KV lies in the blocks
+    ("num_blocks", np.int64),
+    ("temperature", np.float32),
+    ("top_k", np.int64),
+    ("top_p", np.float32),
+    ("min_p", np.float32),
+    ("seed", np.uint64),
+    ("choice_index", np.int64),
+    ("suppress_until", np.int64),
+])
+# fmt: on
+
+_INITIAL_TOKENS = 256
+_INITIAL_BLOCKS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state before a step: all small columns, and the wide ones of the slots that the step took over."""
+
+    rows: npt.NDArray[np.void]  # [max_rows] ROW
+    suppressed: dict[int, Ints]
+    slots: Ints  # [num_started]
+    history: npt.NDArray[np.int32]  # [num_started, token capacity]
+    tables: npt.NDArray[np.int32]  # [num_started, block capacity]
+
+
+class SlotTable:
+    """The only owner of a session's rows.
+
+    Attributes:
+        rows: [max_rows] ROW
+        history: [max_rows, token capacity] int32, valid up to `length`
+        tables: [max_rows, block capacity] int32, valid up to `num_blocks`
+        suppressed: slot -> ids that cannot be sampled yet
+    """
+
+    def __init__(self, max_rows: int) -> None:
+        self.rows = np.zeros(max_rows, dtype=ROW)
+        self.history = np.zeros((max_rows, _INITIAL_TOKENS), dtype=np.int32)
+        self.tables = np.zeros((max_rows, _INITIAL_BLOCKS), dtype=np.int32)
+        self.suppressed: dict[int, Ints] = {}
+
+    @property
+    def max_rows(self) -> int:
+        """Slots are 0 .. max_rows - 1."""
+        return len(self.rows)
+
+    @property
+    def num_rows(self) -> int:
+        """Occupied slots."""
+        return int(self.rows["occupied"].sum())
+
+    def apply(self, step: Step) -> Snapshot:
+        """Retire, start and extend rows. Returns what `restore` needs to take it back."""
+        before = self._snapshot(np.array([row.slot for row in step.started_rows], dtype=np.int64))
+        self.rows["occupied"][step.retired_slots] = False
+        for slot in step.retired_slots.tolist():
+            self.suppressed.pop(slot, None)
+        for row in step.started_rows:
+            self._start(row)
+        for extension in step.extensions:
+            self._extend(extension)
+        return before
+
+    def restore(self, before: Snapshot) -> None:
+        """Undo the `apply` that returned `before`; nothing may have come in between."""
+        self.rows = before.rows
+        self.suppressed = before.suppressed
+        self.history[before.slots, : before.history.shape[1]] = before.history
+        self.tables[before.slots, : before.tables.shape[1]] = before.tables
+
+    def advance(self, slots: Ints, num_tokens: Ints) -> None:
+        """Count tokens as computed; `slots` are distinct."""
+        self.rows["computed"][slots] += num_tokens
+
+    def append(self, slots: Ints, token_ids: Ints) -> None:
+        """Append one sampled token to each of some distinct rows."""
+        lengths = self.rows["length"][slots]
+        if lengths.size:
+            self._reserve_tokens(int(lengths.max()) + 1)
+        self.history[slots, lengths] = token_ids
+        self.rows["length"][slots] = lengths + 1
+
+    def fail(self, slots: Ints) -> None:
+        """Rows that run no more: they are skipped until they are retired."""
+        self.rows["failed"][slots] = True
+
+    def _snapshot(self, slots: Ints) -> Snapshot:
+        suppressed = dict(self.suppressed)
+        return Snapshot(self.rows.copy(), suppressed, slots, self.history[slots], self.tables[slots])
+
+    def _start(self, start: RowStart) -> None:
+        block_ids, sampling = start.tables[0].block_ids, start.sampling
+        self._reserve_tokens(len(start.token_ids) + 1)
+        self._reserve_blocks(len(block_ids))
+        self.history[start.slot, : len(start.token_ids)] = start.token_ids
+        self.tables[start.slot, : len(block_ids)] = block_ids
+        row = self.rows[start.slot]
+        row["occupied"], row["failed"], row["incarnation"] = True, False, start.incarnation
+        row["length"], row["computed"] = len(start.token_ids), start.num_computed_tokens
+        row["num_blocks"] = len(block_ids)
+        row["temperature"], row["top_k"] = sampling.temperature, sampling.top_k
+        row["top_p"], row["min_p"] = sampling.top_p, sampling.min_p
+        row["seed"], row["choice_index"] = sampling.seed, sampling.choice_index
+        row["suppress_until"] = sampling.suppress_until
+        if sampling.suppressed_token_ids.size:
+            self.suppressed[start.slot] = sampling.suppressed_token_ids
+        else:
+            self.suppressed.pop(start.slot, None)
+
+    def _extend(self, extension: TableExtension) -> None:
+        have = self.rows["num_blocks"][extension.slots]
+        grown = have + extension.counts
+        if grown.size:
+            self._reserve_blocks(int(grown.max()))
+        rows = np.repeat(extension.slots, extension.counts)
+        self.tables[rows, ranges(have, extension.counts)] = extension.block_ids
+        self.rows["num_blocks"][extension.slots] = grown
+
+    def _reserve_tokens(self, capacity: int) -> None:
+        self.history = _widened(self.history, capacity)
+
+    def _reserve_blocks(self, capacity: int) -> None:
+        self.tables = _widened(self.tables, capacity)
+
+
+def ranges(starts: Ints, counts: Ints) -> Ints:
+    """Concatenated `arange(start, start + count)`: starts [n], counts [n] -> [sum(counts)]."""
+    total = int(counts.sum())
+    before = np.cumsum(counts) - counts  # elements of the earlier ranges
+    return np.arange(total, dtype=np.int64) + np.repeat(starts - before, counts)
+
+
+def _widened(array: npt.NDArray[np.int32], capacity: int) -> npt.NDArray[np.int32]:
+    """The array with at least `capacity` columns; doubled, so that growth costs O(1) per column."""
+    if capacity <= array.shape[1]:
+        return array
+    wide = np.zeros((array.shape[0], max(capacity, 2 * array.shape[1])), dtype=array.dtype)
+    wide[:, : array.shape[1]] = array
+    return wide

@@ -1,0 +1,134 @@
+"""What a router asks of one step, and what it gets back: the executor's own words, free of gRPC.
+
+Values only. Checking them belongs to `step_check`, applying them to `slots` and `session`.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from executor.ids import StepId
+
+Ints = npt.NDArray[np.int64]
+
+NO_INTS: Ints = np.empty(0, dtype=np.int64)
+NO_INTS.setflags(write=False)
+
+INVALID_STEP = "INVALID_STEP"
+MODEL_ERROR = "MODEL_ERROR"
+OUT_OF_MEMORY = "OUT_OF_MEMORY"
+LOGITS_NOT_FINITE = "LOGITS_NOT_FINITE"
+
+
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """How a row samples once its last known token has been computed."""
+
+    temperature: float = 0.0  # 0: greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+    min_p: float = 0.0  # 0: off
+    seed: int = 0  # unsigned, 64 bits
+    choice_index: int = 0
+    suppressed_token_ids: Ints = field(default_factory=lambda: NO_INTS)  # [num_suppressed]
+    suppress_until: int = 0  # history length in tokens from which those ids may be sampled
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTable:
+    """Blocks of one row in one KV group, in order of position."""
+
+    kv_group: int
+    block_ids: Ints  # [num_blocks]
+
+
+@dataclass(frozen=True, slots=True)
+class RowStart:
+    """A sequence that enters a free slot."""
+
+    slot: int
+    incarnation: int
+    token_ids: Ints  # [num_tokens], the whole history
+    num_computed_tokens: int
+    tables: tuple[BlockTable, ...]  # one per KV group
+    sampling: RowSampling
+
+
+@dataclass(frozen=True, slots=True)
+class TableExtension:
+    """Blocks that are appended to the tables of some rows."""
+
+    kv_group: int
+    slots: Ints  # [num_rows]
+    counts: Ints  # [num_rows], blocks per slot
+    block_ids: Ints  # [sum(counts)], flat
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a session. Applied in this order: acknowledge, retire, start, extend, copy, run."""
+
+    step_id: StepId
+    acknowledged_step: StepId = StepId(0)
+    retired_slots: Ints = field(default_factory=lambda: NO_INTS)
+    started_rows: tuple[RowStart, ...] = ()
+    extensions: tuple[TableExtension, ...] = ()
+    copy_sources: Ints = field(default_factory=lambda: NO_INTS)  # [num_copies], block ids
+    copy_targets: Ints = field(default_factory=lambda: NO_INTS)  # [num_copies], block ids
+    slots: Ints = field(default_factory=lambda: NO_INTS)  # [num_rows], batch row -> slot
+    start_positions: Ints = field(default_factory=lambda: NO_INTS)  # [num_rows], equal to the computed length
+    num_tokens: Ints = field(default_factory=lambda: NO_INTS)  # [num_rows], a decode is 1
+
+
+@dataclass(frozen=True, slots=True)
+class RowFailure:
+    """One row whose answer is unusable; the others of its step are good."""
+
+    row: int  # index into the running rows of the step
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step sampled."""
+
+    step_id: StepId
+    num_sampled: Ints  # [num_rows], 0 in mid-prefill and for failed rows
+    token_ids: Ints  # [sum(num_sampled)], flat
+    failures: tuple[RowFailure, ...] = ()
+    execute_microseconds: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailed:
+    """The step changed nothing, and its id is still to be used."""
+
+    step_id: StepId
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepGap:
+    """The step is not the next one, and its result is not held."""
+
+    last_applied_step: StepId
+
+
+StepOutcome = StepResult | StepFailed | StepGap
+
+
+class StepError(Exception):
+    """Why a step cannot run: `reason` becomes that of its `StepFailed`."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+
+
+def invalid_step(message: str) -> StepError:
+    """The router broke the protocol; `message` names the field, its value and what is allowed."""
+    return StepError(INVALID_STEP, message)
