@@ -1,8 +1,9 @@
 """Token ids to text, one at a time, without ever showing half a character.
 
 Each new token is decoded together with the few before it, because decoders look back (a leading space, bytes of one
-character over several tokens). A trailing replacement character may be the beginning of a character, so it is held
-until the next tokens decide. Not here: stop strings.
+character over several tokens). These few are always the last that gave whole characters, so that none is cut in two.
+A trailing replacement character may be the beginning of a character, so it is held until the next tokens decide. Not
+here: stop strings.
 
     context (text already out)    pending (not out yet)
     [.............. ids .........][...... ids ........]
@@ -15,7 +16,7 @@ Decode = Callable[[Sequence[int]], str]
 REPLACEMENT = "\ufffd"
 # A character has at most 4 bytes: three of them, each decoded alone, are the longest tail that can still heal.
 MAX_HELD_CHARS = 3
-# Decoders look back one token; six also keep a whole character and a joiner before it.
+# Of the prompt, the first context: enough to hold a whole character before a split one.
 CONTEXT_TOKENS = 6
 # Only a run of bytes that never make a character gets as long; it is then split, so that a token's cost is bounded.
 MAX_PENDING_TOKENS = 32
@@ -78,8 +79,11 @@ class Detokenizer:
         return self._decode(self._pending)
 
     def _advance(self, num_tokens: int) -> None:
-        self._context = (self._context + self._pending[:num_tokens])[-CONTEXT_TOKENS:]
-        self._pending = self._pending[num_tokens:]
+        done, self._pending = self._pending[:num_tokens], self._pending[num_tokens:]
+        text = self._decode(done) if done else ""
+        # The first character of an answer may have begun in the prompt.
+        self._context = self._context + done if text.startswith(REPLACEMENT) else done
+        self._context = self._context[-MAX_PENDING_TOKENS:]
         self._shown = self._decode(self._context) if self._context else ""
         self._num_out = 0
 
