@@ -1,4 +1,6 @@
-"""Philox-4x32-10, the counter-based generator of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+"""Philox-4x32-10, a counter-based random generator.
+
+Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 
 A pure function of key and counter: it has no state, so the same numbers come out wherever and whenever a row is
 computed. 32-bit words travel in int64 tensors, whose products wrap exactly as unsigned 64-bit ones do.

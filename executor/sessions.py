@@ -125,6 +125,11 @@ class SessionStore:
             if held.session.session_id in session_ids:
                 self._end(router_id)
 
+    def end_all(self) -> None:
+        """End every session."""
+        for router_id in list(self._held):
+            self._end(router_id)
+
     def expire(self, now_s: float) -> None:
         """End the sessions whose routers stayed away."""
         for router_id, held in list(self._held.items()):

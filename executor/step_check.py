@@ -44,7 +44,12 @@ def check_step(step: Step, table: SlotTable, limits: StepLimits) -> None:
         StepError: INVALID_STEP, with the field, its value and what is allowed.
     """
     rows = _Rows(
-        *(table.rows[name].copy() for name in ("occupied", "failed", "length", "computed", "num_blocks")), started={}
+        occupied=table.rows["occupied"].copy(),
+        failed=table.rows["failed"].copy(),
+        length=table.rows["length"].copy(),
+        computed=table.rows["computed"].copy(),
+        num_blocks=table.rows["num_blocks"].copy(),
+        started={},
     )
     _check_retired(step.retired_slots, rows)
     for start in step.started_rows:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from executor.arena import LayerGeometry
 from executor.attention import PreparedAttention
@@ -30,7 +30,7 @@ class ModelDescription:
 class CausalModel:
     """A model of `transformers` whose attention is paged."""
 
-    module: nn.Module
+    module: Any  # PreTrainedModel
     hook: AttentionHook
     config: Any  # PretrainedConfig
     layers: tuple[LayerGeometry, ...]  # attention layers in order of call

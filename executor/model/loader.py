@@ -119,7 +119,7 @@ def _context(text: Any, wanted: int) -> int:
         raise unsupported(f"max_context_tokens {wanted}: its positions end at {allowed}")
     if not wanted and not allowed:
         raise unsupported("its configuration names no longest sequence; set max_context_tokens")
-    return wanted or int(allowed)
+    return wanted or int(allowed or 0)
 
 
 def _eos_token_ids(model: CausalModel) -> tuple[int, ...]:

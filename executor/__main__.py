@@ -1,0 +1,76 @@
+"""The process: loads, serves until a signal, drains."""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+
+from executor.app import running
+from executor.config import ExecutorConfig
+from octavo.errors import Code, OctavoError
+from octavo.logs import configure_logging
+from octavo.settings import load_settings
+
+log = logging.getLogger(__name__)
+PROGRAM = "octavo executor"
+EXIT_TRY_AGAIN, EXIT_BAD_CONFIGURATION = 1, 2
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run until SIGTERM or SIGINT.
+
+    Returns:
+        The exit code: 0; 1 when another try may succeed; 2 when it cannot run as configured.
+    """
+    config = load_settings(ExecutorConfig, section="executor", program=PROGRAM, argv=argv)
+    configure_logging("executor", config.log_level)
+    try:
+        return asyncio.run(_serve(config))
+    except OctavoError as error:
+        log.debug("the executor failed", exc_info=True)
+        sys.stderr.write(f"{PROGRAM}: {error.message}\n")
+        return EXIT_TRY_AGAIN if error.code is Code.UNAVAILABLE else EXIT_BAD_CONFIGURATION
+    except (OSError, ValueError) as error:
+        log.debug("the executor failed", exc_info=True)
+        sys.stderr.write(f"{PROGRAM}: {error}\n")
+        return EXIT_BAD_CONFIGURATION
+
+
+async def _serve(config: ExecutorConfig) -> int:
+    stop = _Stop()
+    async with running(config, stop.fatal):
+        stop.is_serving = True
+        await stop.event.wait()
+        log.info("draining")
+    return stop.exit_code
+
+
+class _Stop:
+    """Why and how the process ends."""
+
+    def __init__(self) -> None:
+        self.event = asyncio.Event()
+        self.exit_code = 0
+        self.is_serving = False
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signal, number)
+
+    def fatal(self, why: str) -> None:
+        """This process is of no use any more."""
+        log.error("%s; this executor ends, start another", why)
+        self.exit_code = EXIT_TRY_AGAIN
+        self.event.set()
+
+    def _signal(self, number: int) -> None:
+        if self.event.is_set():
+            os._exit(128 + number)
+        self.event.set()
+        if not self.is_serving:
+            log.info("stopped while starting")
+            os._exit(0)  # a load runs in a thread that nothing can interrupt, and there is nothing to put away
+
+
+if __name__ == "__main__":
+    sys.exit(main())

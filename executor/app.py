@@ -1,0 +1,241 @@
+"""The parts of an executor, put together in order: model, proof, registration, arena, sessions, server.
+
+Here belong construction, its order and its log. Not here: signals and exit codes (`__main__`), what any part does.
+"""
+
+import asyncio
+import importlib.metadata
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+
+import torch
+from prometheus_client import CollectorRegistry
+from transformers.utils import logging as transformers_logging
+
+from executor.arena import Arena, KvGeometry, map_arena
+from executor.attention import AttentionBackend
+from executor.attention_choice import choose_attention
+from executor.cache_client import ArenaGrant, CacheClient, Registration
+from executor.cache_link import CacheLink
+from executor.config import ExecutorConfig
+from executor.ids import SessionId
+from executor.kernels_conflict import check_kernels, installed_kernels_version
+from executor.metrics import ExecutorMetrics, MeteredRunner, StateCollector
+from executor.model.forward import CausalModel, ModelDescription
+from executor.model.loader import describe_model, load_model
+from executor.model.verify import verify_model
+from executor.runner import Runner
+from executor.servicer import MAX_STEPS_IN_FLIGHT, ExecutorServicer, start_executor_server
+from executor.servicer_messages import ExecutorDescription
+from executor.session import Session
+from executor.session_host import SessionHost
+from executor.sessions import SessionStore
+from executor.step_check import StepLimits
+from octavo.errors import Code, OctavoError
+from octavo.metrics import start_metrics_server
+from octavo.model_source import resolve_model
+from octavo.rpc import ServerParts
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that passed every check, and how it will run."""
+
+    model: CausalModel
+    description: ModelDescription
+    geometry: KvGeometry
+    attention: AttentionBackend
+
+
+@dataclass(frozen=True, slots=True)
+class RunningExecutor:
+    """An executor that takes steps."""
+
+    server: ServerParts
+    description: ExecutorDescription
+    metrics_port: int  # 0: no metrics are served
+
+
+@asynccontextmanager
+async def running(config: ExecutorConfig, on_fatal: Callable[[str], None]) -> AsyncIterator[RunningExecutor]:
+    """Serve while the context lasts, then drain.
+
+    Args:
+        on_fatal: told why this process can be of no use any more; it should leave the context.
+
+    Raises:
+        OctavoError: the model, the attention or the arena cannot be used, or the cache service did not answer in time.
+        OSError, ValueError: an address is taken, not ours, or none.
+    """
+    servicer = ExecutorServicer()
+    server = await start_executor_server(config.listen, servicer, enable_reflection=config.reflection)
+    try:
+        loaded = await asyncio.to_thread(load, config)
+        client = CacheClient(config.cache_service, _registration(config, loaded))
+        try:
+            async with _serving(config, loaded, client, servicer, server, on_fatal) as executor:
+                yield executor
+        finally:
+            await client.close()
+    finally:
+        await server.server.stop(0)
+
+
+def load(config: ExecutorConfig) -> LoadedModel:
+    """Everything that needs no other process. Takes seconds to minutes. Raises OctavoError."""
+    warning = check_kernels(config.attention, installed_kernels_version())
+    if warning:
+        log.warning(warning)
+    attention = choose_attention(config.attention, config.device)
+    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    transformers_logging.disable_progress_bar()
+    source = resolve_model(config.model)
+    began_s = time.monotonic()
+    log.info("loading %s as %s", config.model, config.weights_dtype)
+    model = load_model(source, config.weights_dtype)
+    description = describe_model(model, source, config.model_name, config.max_context_tokens)
+    kv_dtype = config.weights_dtype if config.kv_dtype == "auto" else config.kv_dtype
+    geometry = KvGeometry(config.block_size, kv_dtype, model.layers)
+    log.info("loaded %s (%s) in %.1f s", description.name, description.architecture, time.monotonic() - began_s)
+    if config.verify_model:
+        difference = verify_model(model, attention, geometry)
+        log.info("verified: paged logits are within %.2g of the plain model's", difference)
+    return LoadedModel(model, description, geometry, attention)
+
+
+@asynccontextmanager
+async def _serving(
+    config: ExecutorConfig,
+    loaded: LoadedModel,
+    client: CacheClient,
+    servicer: ExecutorServicer,
+    server: ServerParts,
+    on_fatal: Callable[[str], None],
+) -> AsyncIterator[RunningExecutor]:
+    grant = await client.register(config.register_timeout_s)
+    arena = _map(grant, loaded.geometry)
+    description = _describe(config, loaded, grant)
+    registry = CollectorRegistry()
+    metrics = ExecutorMetrics(registry, loaded.description.name)
+    store = _make_store(config, loaded, arena, metrics)
+    registry.register(StateCollector(_info(description), lambda: store.num_sessions, lambda: store.num_rows))
+    link = CacheLink(client, grant, on_fatal)
+    host = SessionHost(store, link)
+    metrics_server = start_metrics_server(registry, config.metrics_listen) if config.metrics_listen else None
+    house = asyncio.create_task(host.keep_house())
+    house.add_done_callback(lambda task: _report_end(task, on_fatal))
+    try:
+        servicer.begin(host, description)
+        await server.set_serving(True)
+        _log_choices(config, description)
+        yield RunningExecutor(server, description, metrics_server.port if metrics_server else 0)
+    finally:
+        await server.set_serving(False)
+        await host.drain()
+        await server.drain(config.drain_accept_window_s, config.drain_grace_s)
+        house.cancel()
+        with suppress(asyncio.CancelledError):
+            await house
+        await host.shut_down()
+        if metrics_server is not None:
+            metrics_server.close()
+        arena.close()
+
+
+def _report_end(house: "asyncio.Task[None]", on_fatal: Callable[[str], None]) -> None:
+    if not house.cancelled():
+        on_fatal(f"housekeeping failed: {house.exception()!r}")
+
+
+def _registration(config: ExecutorConfig, loaded: LoadedModel) -> Registration:
+    return Registration(
+        executor_id=config.executor_id,
+        pid=os.getpid(),
+        arena_id=config.device,
+        model_fingerprint=loaded.description.fingerprint,
+        geometry=loaded.geometry,
+        kv_bytes=config.kv_memory_mib << 20,
+    )
+
+
+def _map(grant: ArenaGrant, geometry: KvGeometry) -> Arena:
+    if grant.geometry != geometry:
+        raise OctavoError(
+            Code.FAILED_PRECONDITION, "GEOMETRY_MISMATCH", "the cache service granted an arena of another geometry"
+        )
+    return map_arena(grant.path, grant.size_bytes, grant.layout, grant.geometry)
+
+
+def _make_store(config: ExecutorConfig, loaded: LoadedModel, arena: Arena, metrics: ExecutorMetrics) -> SessionStore:
+    runner = MeteredRunner(Runner(loaded.model, arena, loaded.attention), metrics)
+    limits = StepLimits(
+        block_size=config.block_size,
+        num_blocks=arena.num_blocks,
+        vocabulary_size=loaded.description.vocabulary_size,
+        max_context_tokens=loaded.description.max_context_tokens,
+        max_tokens_per_step=config.max_tokens_per_step,
+    )
+
+    def make_session(session_id: SessionId) -> Session:
+        return Session(session_id, config.max_rows, limits, runner)
+
+    return SessionStore(make_session, config.session_timeout_s)
+
+
+def _describe(config: ExecutorConfig, loaded: LoadedModel, grant: ArenaGrant) -> ExecutorDescription:
+    return ExecutorDescription(
+        executor_id=config.executor_id,
+        executor_epoch=grant.executor_epoch,
+        model=loaded.description,
+        arena_id=config.device,
+        block_size=config.block_size,
+        num_blocks=grant.layout.num_blocks,
+        kv_dtype=loaded.geometry.dtype,
+        device=config.device,
+        attention=loaded.attention.name,
+        weights_dtype=config.weights_dtype,
+        max_rows=config.max_rows,
+        max_tokens_per_step=config.max_tokens_per_step,
+        max_steps_in_flight=MAX_STEPS_IN_FLIGHT,
+        version=importlib.metadata.version("octavo"),
+    )
+
+
+def _info(description: ExecutorDescription) -> dict[str, str]:
+    return {
+        "executor": description.executor_id,
+        "model_name": description.model.name,
+        "device": description.device,
+        "attention": description.attention,
+        "weights_dtype": description.weights_dtype,
+        "kv_dtype": description.kv_dtype,
+        "version": description.version,
+    }
+
+
+def _log_choices(config: ExecutorConfig, description: ExecutorDescription) -> None:
+    tokens = (description.num_blocks - 1) * description.block_size
+    log.info(
+        "executor %s serves %s on %s: device %s, attention %s, weights %s, KV %s, %d threads; "
+        "%d blocks of %d tokens (%d tokens in all), context %d tokens, %d rows, %d tokens a step",
+        description.executor_id,
+        description.model.name,
+        config.listen,
+        description.device,
+        description.attention,
+        description.weights_dtype,
+        description.kv_dtype,
+        torch.get_num_threads(),
+        description.num_blocks,
+        description.block_size,
+        tokens,
+        description.model.max_context_tokens,
+        description.max_rows,
+        description.max_tokens_per_step,
+    )

@@ -1,0 +1,166 @@
+"""The executor's side of the cache service: registration, and which sessions live.
+
+Here belong the calls, their retries and their messages. Not here: what follows from an answer.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import grpc
+
+from executor.arena import ArenaLayout, KvGeometry, LayerGeometry, LayerLayout, TensorLayout
+from executor.ids import RouterEpoch, RouterId, SessionId
+from octavo import rpc
+from octavo.errors import Code, OctavoError
+from octavo.v1 import cache_pb2, cache_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_CALL_TIMEOUT_S = 10.0
+_REGISTER_CALL_TIMEOUT_S = 120.0  # making a large arena takes a third of a second per GiB
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What an executor says of itself."""
+
+    executor_id: str
+    pid: int
+    arena_id: str
+    model_fingerprint: str
+    geometry: KvGeometry
+    kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaGrant:
+    """What it got: an epoch, and memory."""
+
+    executor_epoch: int
+    path: str
+    size_bytes: int
+    layout: ArenaLayout
+    geometry: KvGeometry
+
+
+class CacheClient:
+    """Calls on one channel. Every method raises OctavoError as the cache service says it, or UNAVAILABLE."""
+
+    def __init__(self, address: str, registration: Registration) -> None:
+        self._address = address
+        self._registration = registration
+        self._channel = rpc.open_channel(address)
+        self._stub = cache_pb2_grpc.BlockManagerServiceStub(self._channel)
+        self._epoch = 0
+
+    async def close(self) -> None:
+        """Close the channel."""
+        await self._channel.close()
+
+    async def register(self, timeout_s: float) -> ArenaGrant:
+        """Register, waiting as long as the cache service is not there or an earlier process of this id still ends."""
+        clock = asyncio.get_running_loop().time
+        deadline, pause_s, said = clock() + timeout_s, _FIRST_PAUSE_S, ""
+        while True:
+            try:
+                return await self._register()
+            except OctavoError as error:
+                if not _may_pass(error) or clock() + pause_s > deadline:
+                    raise
+                if error.reason != said:
+                    log.info("waiting for the cache service at %s: %s", self._address, error.message)
+                said = error.reason
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def open_session(self, session_id: SessionId, router_id: RouterId, router_epoch: RouterEpoch) -> None:
+        """Announce a session before any step of it runs."""
+        request = cache_pb2.OpenSessionRequest(
+            session=self._session_key(session_id), client_id=router_id, client_epoch=router_epoch
+        )
+        await _call(lambda: self._stub.OpenSession(request, timeout=_CALL_TIMEOUT_S))
+
+    async def close_session(self, session_id: SessionId) -> None:
+        """Say that no step of the session runs or will run."""
+        request = cache_pb2.CloseSessionRequest(session=self._session_key(session_id))
+        await _call(lambda: self._stub.CloseSession(request, timeout=_CALL_TIMEOUT_S))
+
+    async def orphaned_sessions(self) -> frozenset[SessionId]:
+        """The open sessions whose lease is over."""
+        request = cache_pb2.ListOrphanedSessionsRequest(
+            executor_id=self._registration.executor_id, executor_epoch=self._epoch
+        )
+        response = await _call(lambda: self._stub.ListOrphanedSessions(request, timeout=_CALL_TIMEOUT_S))
+        return frozenset(map(SessionId, response.session_ids))
+
+    async def _register(self) -> ArenaGrant:
+        registration = self._registration
+        request = cache_pb2.RegisterExecutorRequest(
+            executor_id=registration.executor_id,
+            executor_epoch=self._epoch,
+            pid=registration.pid,
+            arena_id=registration.arena_id,
+            model_fingerprint=registration.model_fingerprint,
+            geometry=_geometry_message(registration.geometry),
+            kv_bytes=registration.kv_bytes,
+        )
+        response = await _call(lambda: self._stub.RegisterExecutor(request, timeout=_REGISTER_CALL_TIMEOUT_S))
+        self._epoch = response.executor_epoch
+        return _grant_of(response)
+
+    def _session_key(self, session_id: SessionId) -> cache_pb2.SessionKey:
+        return cache_pb2.SessionKey(
+            executor_id=self._registration.executor_id, executor_epoch=self._epoch, session_id=session_id
+        )
+
+
+async def _call(call: Callable[[], Awaitable[T]]) -> T:
+    try:
+        return await call()
+    except grpc.RpcError as error:
+        raise rpc.error_of_call(error) from error
+
+
+def _may_pass(error: OctavoError) -> bool:
+    return error.code is Code.UNAVAILABLE or error.reason == "EXECUTOR_ALIVE"
+
+
+def _geometry_message(geometry: KvGeometry) -> cache_pb2.KvGeometry:
+    layers = [
+        cache_pb2.LayerGeometry(
+            num_kv_heads=layer.num_kv_heads, k_head_dim=layer.k_head_dim, v_head_dim=layer.v_head_dim
+        )
+        for layer in geometry.layers
+    ]
+    return cache_pb2.KvGeometry(block_size=geometry.block_size, dtype=geometry.dtype, layers=layers)
+
+
+def _grant_of(response: cache_pb2.RegisterExecutorResponse) -> ArenaGrant:
+    arena = response.arena
+    if arena.WhichOneof("handle") != "posix":
+        raise OctavoError(
+            Code.FAILED_PRECONDITION, "ARENA_UNUSABLE", "the arena is not POSIX shared memory, the one kind mapped here"
+        )
+    layers = tuple(LayerLayout(_tensor_of(layer.k), _tensor_of(layer.v)) for layer in arena.layout.layers)
+    geometry = KvGeometry(
+        arena.geometry.block_size,
+        arena.geometry.dtype,
+        tuple(LayerGeometry(each.num_kv_heads, each.k_head_dim, each.v_head_dim) for each in arena.geometry.layers),
+    )
+    return ArenaGrant(
+        executor_epoch=response.executor_epoch,
+        path=arena.posix.path,
+        size_bytes=arena.posix.size_bytes,
+        layout=ArenaLayout(arena.layout.data_offset, arena.layout.block_bytes, arena.num_blocks, layers),
+        geometry=geometry,
+    )
+
+
+def _tensor_of(message: cache_pb2.TensorLayout) -> TensorLayout:
+    return TensorLayout(message.offset, message.head_stride, message.token_stride, message.element_stride)

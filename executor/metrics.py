@@ -1,0 +1,82 @@
+"""The executor's metrics, in a registry of their own. Gauges are read from the state at each scrape."""
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from executor.batch import Batch
+from executor.runner import StepOutput
+from executor.session import StepRunner
+from executor.step import Ints, StepError
+from octavo.metrics import ITERATION_TOKENS, STEP_TIME_SECONDS
+
+
+class ExecutorMetrics:
+    """What is counted as it happens."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self._tokens = Histogram(
+            "octavo_iteration_tokens",
+            "Tokens computed in a step.",
+            ["model_name"],
+            buckets=ITERATION_TOKENS,
+            registry=registry,
+        ).labels(model_name)
+        self._seconds = Histogram(
+            "octavo_step_time_seconds",
+            "Time of a part of a step.",
+            ["model_name", "part"],
+            buckets=STEP_TIME_SECONDS,
+            registry=registry,
+        ).labels(model_name, "execute")
+        self._failures = Counter(
+            "octavo_steps_failed_total", "Steps that failed in the model.", ["model_name", "reason"], registry=registry
+        )
+        self._model_name = model_name
+
+    def ran(self, num_tokens: int, seconds: float) -> None:
+        """A step of num_tokens ran."""
+        self._tokens.observe(num_tokens)
+        self._seconds.observe(seconds)
+
+    def failed(self, reason: str) -> None:
+        """A step did not."""
+        self._failures.labels(self._model_name, reason).inc()
+
+
+class MeteredRunner:
+    """A runner whose steps are counted."""
+
+    def __init__(self, runner: StepRunner, metrics: ExecutorMetrics) -> None:
+        self._runner = runner
+        self._metrics = metrics
+
+    def run(self, copy_sources: Ints, copy_targets: Ints, batch: Batch | None) -> StepOutput:
+        """See `Runner.run`."""
+        try:
+            output = self._runner.run(copy_sources, copy_targets, batch)
+        except StepError as error:
+            self._metrics.failed(error.reason)
+            raise
+        if batch is not None:
+            self._metrics.ran(batch.num_tokens, output.execute_microseconds / 1e6)
+        return output
+
+
+class StateCollector(Collector):
+    """Gauges computed at scrape time."""
+
+    def __init__(self, info: dict[str, str], num_sessions: Callable[[], int], num_rows: Callable[[], int]) -> None:
+        self._info = info
+        self._num_sessions = num_sessions
+        self._num_rows = num_rows
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """See `Collector`."""
+        info = GaugeMetricFamily("octavo_executor_info", "What this executor runs.", labels=tuple(self._info))
+        info.add_metric(tuple(self._info.values()), 1)
+        yield info
+        yield GaugeMetricFamily("octavo_executor_sessions", "Sessions held.", value=self._num_sessions())
+        yield GaugeMetricFamily("octavo_executor_rows", "Rows in the slots of all sessions.", value=self._num_rows())

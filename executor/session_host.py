@@ -1,0 +1,139 @@
+"""Sessions in a running process: the one thread that steps run in, the clock, and the cache service kept informed.
+
+Everything that touches a session goes through one thread in order of arrival, so a step sees the end of every earlier
+one and the event loop never waits for the model. Not here: gRPC, and what a session is.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar
+
+from executor.ids import RouterEpoch, RouterId, SessionId, StepId
+from executor.sessions import Opened, Opening, SessionStore
+from executor.step import Step, StepOutcome
+from octavo.errors import Code, OctavoError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+HOUSEKEEPING_INTERVAL_S = 1.0
+_LAST_REPORTS_S = 2.0
+
+
+class SessionAuthority(Protocol):
+    """Who must know which sessions live. Raises OctavoError."""
+
+    async def open_session(self, session_id: SessionId, router_id: RouterId, router_epoch: RouterEpoch) -> None:
+        """Before the first step."""
+
+    async def close_session(self, session_id: SessionId) -> None:
+        """After the last step."""
+
+    async def orphaned_sessions(self) -> frozenset[SessionId]:
+        """Sessions whose router is gone for good."""
+
+
+class SessionHost:
+    """The session store behind its thread."""
+
+    def __init__(
+        self,
+        store: SessionStore,
+        authority: SessionAuthority,
+        on_authority_lost: Callable[[OctavoError], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """on_authority_lost: called with each error of a regular call to the authority; must not block."""
+        self._store = store
+        self._authority = authority
+        self._on_authority_lost = on_authority_lost
+        self._clock = clock
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="steps")
+        self._unreported: set[SessionId] = set()
+        self._wake = asyncio.Event()
+
+    async def open(self, opening: Opening) -> Opened:
+        """Continue or begin a session; a fresh one is announced first.
+
+        Raises:
+            OctavoError: as `SessionStore.open`, and as the authority refuses the session.
+        """
+        opened = await self._run(self._store.open, opening)
+        self._wake.set()
+        if opened.fresh:
+            try:
+                await self._authority.open_session(opened.session_id, opening.router_id, opening.router_epoch)
+            except BaseException:
+                self.close(opened)
+                raise
+        return opened
+
+    def process(self, opened: Opened, step: Step) -> "asyncio.Future[StepOutcome]":
+        """Queue a step; its outcome comes when it has run. The future raises as `SessionStore.process`."""
+        return self._run(self._store.process, opened, step)
+
+    def acknowledge(self, opened: Opened, step_id: StepId) -> "asyncio.Future[None]":
+        """Queue an acknowledgement behind the steps before it."""
+        return self._run(self._store.acknowledge, opened, step_id)
+
+    def close(self, opened: Opened) -> None:
+        """End the session once the steps before have run."""
+        self._thread.submit(self._store.close, opened)
+        self._wake.set()
+
+    def disconnect(self, opened: Opened) -> None:
+        """The connection is gone."""
+        self._thread.submit(self._store.disconnect, opened, self._clock())
+
+    async def drain(self) -> int:
+        """Refuse fresh sessions. Returns the number of live ones."""
+        return await self._run(self._store.drain)
+
+    async def keep_house(self, interval_s: float = HOUSEKEEPING_INTERVAL_S) -> None:
+        """For ever: end what is over, and report every end until the authority has heard it."""
+        while True:
+            self._wake.clear()
+            try:
+                await self._run(self._store.expire, self._clock())
+                await self._end_orphans()
+                await self._report_ended()
+            except OctavoError as error:
+                self._on_authority_lost(error)
+            try:
+                await asyncio.wait_for(self._wake.wait(), interval_s)
+            except TimeoutError:
+                continue
+
+    async def shut_down(self) -> None:
+        """End every session after the steps that are queued, and report what can be reported in short time."""
+        await self._run(self._store.end_all)
+        try:
+            async with asyncio.timeout(_LAST_REPORTS_S):
+                await self._report_ended()
+        except (OctavoError, TimeoutError) as error:
+            log.info("sessions not reported closed (the end of this process says it too): %s", error)
+        self._thread.shutdown(wait=True)
+
+    async def _end_orphans(self) -> None:
+        orphans = await self._authority.orphaned_sessions()
+        if orphans:
+            log.info("ending sessions whose leases are over: %s", sorted(orphans))
+            await self._run(self._store.end_sessions, orphans)
+
+    async def _report_ended(self) -> None:
+        self._unreported.update(await self._run(self._store.take_ended))
+        for session_id in sorted(self._unreported):
+            try:
+                await self._authority.close_session(session_id)
+            except OctavoError as error:
+                if error.code is Code.UNAVAILABLE:
+                    raise
+                log.warning("the cache service does not take the end of session %d: %s", session_id, error.message)
+            self._unreported.discard(session_id)
+
+    def _run(self, function: Callable[..., T], *arguments: object) -> "asyncio.Future[T]":
+        return asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
