@@ -60,7 +60,8 @@ class Router:
             extra_options=(("grpc.keepalive_time_ms", keepalive_ms), ("grpc.keepalive_timeout_ms", keepalive_ms // 3)),
             interceptors=(AccountingInterceptor(self.metrics.on_call),),
         )
-        self._metrics_server = start_metrics_server(self.metrics.registry, self._config.metrics_listen)
+        if self._config.metrics_listen:
+            self._metrics_server = start_metrics_server(self.metrics.registry, self._config.metrics_listen)
         self.link.start()
         log.info("listening on %s, metrics on port %d", self._config.listen, self.metrics_port)
 

@@ -11,7 +11,7 @@ class RouterConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     listen: str = Field("127.0.0.1:7700", description="address of the public API: host:port or unix:/path")
-    metrics_listen: str = Field("127.0.0.1:9700", description="host:port of the Prometheus endpoint")
+    metrics_listen: str = Field("127.0.0.1:9700", description="address of /metrics: host:port; empty: none")
     reflection: bool = Field(True, description="serve gRPC reflection")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level logged")
     drain_accept_window_s: float = Field(

@@ -145,7 +145,7 @@ async def running_stack(
         await executor.start()
         options = {
             "listen": "127.0.0.1:0",
-            "metrics_listen": "127.0.0.1:0",
+            "metrics_listen": "",
             "cache_service": cache_address,
             "executor": executor.address,
             "router_id": "router-under-test",

@@ -1,0 +1,179 @@
+"""Every field out of its range is refused by name, before anything is allocated; the next request is fine."""
+
+import math
+from typing import Any
+
+import grpc
+import pytest
+
+from octavo.errors import Code, OctavoError
+from octavo.rpc import error_of_call
+from octavo.v1 import inference_pb2
+from tests.fakes import VOCABULARY_SIZE
+from tests.stacks import Stack, running_stack
+
+BAD_IDS = [-1, VOCABULARY_SIZE, 2**31, 2**63 - 1, -(2**63)]
+BAD_FLOATS = [math.nan, math.inf, -math.inf]
+
+
+async def refusal(stack: Stack, prompt: str = "hi?", **fields: Any) -> OctavoError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stack.generate(prompt, **fields)
+    return error_of_call(caught.value)
+
+
+async def check_refused(stack: Stack, field: str, **fields: Any) -> None:
+    error = await refusal(stack, **fields)
+    assert error.code is Code.INVALID_ARGUMENT, fields
+    assert error.reason == "INVALID_FIELD"
+    assert field in [violation.field for violation in error.violations], error.violations
+
+
+async def check_untouched(stack: Stack) -> None:
+    """Nothing was allocated for any refused request, and an ordinary one is served."""
+    stats = await stack.arena()
+    assert stats.allocated_blocks == 0
+    assert (await stack.generate(stopping={"max_tokens": 2})).usage.generated_tokens == 2
+    await stack.settle()
+
+
+async def test_ids_out_of_range_in_every_id_field(source: str) -> None:
+    """Field failure 28."""
+    async with running_stack(source) as stack:
+        for bad in BAD_IDS:
+            await check_refused(stack, "token_ids[1]", token_ids={"ids": [1, bad]})
+            await check_refused(stack, "stopping.stop_token_ids[0]", stopping={"stop_token_ids": [bad]})
+            await check_refused(stack, "sampling.allowed_token_ids[0]", sampling={"allowed_token_ids": [bad]})
+            await check_refused(stack, "sampling.logit_bias[0]", sampling={"logit_bias": {bad: 1.0}})
+            await check_refused(stack, "resume[0].token_ids[0]", resume=[{"token_ids": [bad]}])
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stack.stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[bad]))
+            assert error_of_call(caught.value).violations[0].field == "token_ids[0]"
+        await check_untouched(stack)
+        response = await stack.generate(
+            token_ids={"ids": [0, VOCABULARY_SIZE - 1]},
+            stopping={"max_tokens": 1, "stop_token_ids": [0, VOCABULARY_SIZE - 1]},
+        )
+        assert response.usage.prompt_tokens == 2
+
+
+async def test_nan_and_infinities_in_every_float_field(source: str) -> None:
+    """Field failure 28."""
+    plain = ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"]
+    async with running_stack(source) as stack:
+        for bad in BAD_FLOATS:
+            for name in plain:
+                await check_refused(stack, f"sampling.{name}", sampling={name: bad})
+            await check_refused(stack, "sampling.logit_bias[5]", sampling={"logit_bias": {5: bad}})
+            beam = {"width": 2, "length_penalty": bad}
+            await check_refused(stack, "sampling.beam.length_penalty", sampling={"beam": beam})
+        await check_untouched(stack)
+
+
+@pytest.mark.parametrize(
+    ("field", "bad", "good"),
+    [
+        ("sampling.temperature", [-0.1, 2.1], [0.0, 2.0]),
+        ("sampling.top_p", [0.0, -1.0, 1.1], [0.001, 1.0]),
+        ("sampling.top_k", [-2, -(2**31)], [-1, 0, 1, VOCABULARY_SIZE, VOCABULARY_SIZE + 1, 2**31 - 1]),
+        ("sampling.min_p", [-0.1, 1.1], [0.0, 1.0]),
+        ("stopping.max_tokens", [0, -1, -(2**31)], [1]),
+        ("stopping.min_tokens", [-1, 4], [0, 3]),
+    ],
+)
+async def test_ranges(source: str, field: str, bad: list[Any], good: list[Any]) -> None:
+    """Field failures 26, 27, 22 (min above max)."""
+    group, _, name = field.partition(".")
+    async with running_stack(source) as stack:
+        for value in bad:
+            await check_refused(stack, field, **merged(group, name, value))
+        assert (await stack.arena()).allocated_blocks == 0
+        for value in good:
+            await stack.generate(**merged(group, name, value))
+        await stack.settle()
+
+
+def merged(group: str, name: str, value: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = {"stopping": {"max_tokens": 3}}
+    fields.setdefault(group, {})[name] = value
+    return fields
+
+
+async def test_empty_and_whitespace_prompts(source: str) -> None:
+    """Field failure 27: empty is refused, whitespace is a prompt."""
+    async with running_stack(source) as stack:
+        await check_refused(stack, "text", prompt="")
+        await check_refused(stack, "token_ids", token_ids={"ids": []})
+        await check_refused(stack, "chat.messages", chat={"messages": []})
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stack.stub.Generate(inference_pb2.GenerateRequest())
+        assert error_of_call(caught.value).violations[0].field == "prompt"
+        await check_untouched(stack)
+        assert (await stack.generate("  \n", stopping={"max_tokens": 1})).usage.prompt_tokens == 3
+
+
+async def test_sizes_of_lists_and_strings(source: str) -> None:
+    """Field failure 28: thousands of stops; field failure 36: an error never has the prompt in it."""
+    async with running_stack(source, config={"max_stop_string_bytes": 8}) as stack:
+        await check_refused(stack, "stopping.stop", stopping={"stop": ["x"] * 5000})
+        await check_refused(stack, "stopping.stop[1]", stopping={"stop": ["ok", "é" * 5]})
+        await check_refused(stack, "stopping.stop[0]", stopping={"stop": [""]})
+        await check_refused(stack, "stopping.stop_token_ids", stopping={"stop_token_ids": [1] * 5000})
+        await check_refused(stack, "request_id", request_id="x" * 1000)
+        await check_refused(stack, "cache.salt", cache={"salt": "x" * 1000})
+        error = await refusal(stack, token_ids={"ids": [7] * 1_500_000})
+        assert error.code is Code.FAILED_PRECONDITION
+        assert error.metadata["prompt_tokens"] == "1500000"
+        assert len(error.message) < 400
+        error = await refusal(stack, "secret " * 500_000)
+        assert error.code is Code.FAILED_PRECONDITION
+        assert "secret" not in error.message
+        await check_untouched(stack)
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("sampling.n", {"sampling": {"n": 2}}),
+        ("sampling.n", {"sampling": {"n": 0}}),
+        ("sampling.n", {"sampling": {"n": 10**6}}),
+        ("sampling.best_of", {"sampling": {"best_of": 3}}),
+        ("sampling.beam", {"sampling": {"beam": {"width": 4}}}),
+        ("sampling.presence_penalty", {"sampling": {"presence_penalty": 0.5}}),
+        ("sampling.frequency_penalty", {"sampling": {"frequency_penalty": -0.5}}),
+        ("sampling.repetition_penalty", {"sampling": {"repetition_penalty": 1.1}}),
+        ("sampling.logit_bias", {"sampling": {"logit_bias": {1: 2.0}}}),
+        ("sampling.allowed_token_ids", {"sampling": {"allowed_token_ids": [1]}}),
+        ("sampling.bad_words", {"sampling": {"bad_words": ["x"]}}),
+        ("output.logprobs", {"output": {"logprobs": True}}),
+        ("output.top_logprobs", {"output": {"top_logprobs": 5}}),
+        ("output.prompt_logprobs", {"output": {"prompt_logprobs": True}}),
+        ("output.echo", {"output": {"echo": True}}),
+        ("constraint", {"constraint": {"regex": "a+"}}),
+        ("adapter", {"adapter": "lora"}),
+        ("time_limit", {"time_limit": {"seconds": 1}}),
+        ("resume", {"resume": [{"token_ids": [1]}]}),
+    ],
+)
+async def test_what_is_not_supported_yet_is_refused_by_name(source: str, field: str, fields: dict[str, Any]) -> None:
+    async with running_stack(source) as stack:
+        await check_refused(stack, field, **fields)
+
+
+async def test_neutral_values_of_unsupported_fields_are_fine(source: str) -> None:
+    neutral = {"n": 1, "best_of": 1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+    async with running_stack(source) as stack:
+        output = {"logprobs": False, "top_logprobs": 0, "prompt_logprobs": False, "echo": False}
+        response = await stack.generate(sampling=neutral, output=output, stopping={"max_tokens": 2})
+        assert response.usage.generated_tokens == 2
+
+
+async def test_all_bad_fields_are_named_at_once(source: str) -> None:
+    async with running_stack(source) as stack:
+        error = await refusal(stack, sampling={"temperature": 9.0, "top_p": 0.0}, stopping={"max_tokens": 0})
+        assert {violation.field for violation in error.violations} == {
+            "sampling.temperature",
+            "sampling.top_p",
+            "stopping.max_tokens",
+        }
+        assert "2]" in error.violations[0].description, "the allowed range is said"
