@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 from executor.arena import Arena, KvGeometry, map_arena
 from executor.attention import AttentionBackend
 from executor.attention_choice import choose_attention
-from executor.cache_client import ArenaGrant, CacheClient, Registration
+from executor.clients.cache import ArenaGrant, CacheClient, Registration
 from executor.cache_link import CacheLink
 from executor.config import ExecutorConfig
 from executor.ids import SessionId

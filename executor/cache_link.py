@@ -8,7 +8,7 @@ any more and must be replaced by one that maps the new arena.
 import logging
 from collections.abc import Callable
 
-from executor.cache_client import ArenaGrant, CacheClient
+from executor.clients.cache import ArenaGrant, CacheClient
 from executor.ids import RouterEpoch, RouterId, SessionId
 from octavo.errors import Code, OctavoError
 

@@ -2,6 +2,8 @@
 
 import logging
 from collections.abc import Collection
+from contextlib import redirect_stderr
+from io import StringIO
 from typing import Any
 
 import torch
@@ -74,17 +76,16 @@ def _load_module(
 ) -> nn.Module:
     extra = {"quantization_config": GgufConfig(dequantize=True)} if "gguf_file" in options else {}
     try:
-        module, info = AutoModelForCausalLM.from_pretrained(
-            location,
-            config=config,
-            dtype=WEIGHTS_DTYPES[weights_dtype],
-            attn_implementation=IMPLEMENTATION,
-            output_loading_info=True,
-            **options,
-            **extra,
-        )
-    except OctavoError:
-        raise
+        with redirect_stderr(StringIO()):  # progress bars, which some loaders draw whatever they are told
+            module, info = AutoModelForCausalLM.from_pretrained(
+                location,
+                config=config,
+                dtype=WEIGHTS_DTYPES[weights_dtype],
+                attn_implementation=IMPLEMENTATION,
+                output_loading_info=True,
+                **options,
+                **extra,
+            )
     except Exception as error:
         raise _not_loadable(source, error) from error
     _check_complete(source, info)
