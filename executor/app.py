@@ -19,8 +19,8 @@ from transformers.utils import logging as transformers_logging
 from executor.arena import Arena, KvGeometry, map_arena
 from executor.attention import AttentionBackend
 from executor.attention_choice import choose_attention
-from executor.clients.cache import ArenaGrant, CacheClient, Registration
 from executor.cache_link import CacheLink
+from executor.clients.cache import ArenaGrant, CacheClient, Registration
 from executor.config import ExecutorConfig
 from executor.ids import SessionId
 from executor.kernels_conflict import check_kernels, installed_kernels_version

@@ -1,4 +1,4 @@
-"""Tiny random models with a tiny tokenizer, saved as `transformers` saves real ones. Milliseconds to run, no download."""
+"""Tiny random models with a tiny tokenizer, saved as `transformers` saves real ones. No download, milliseconds to run."""
 
 from pathlib import Path
 
