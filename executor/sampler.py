@@ -120,6 +120,7 @@ def _num_kept(candidates: Tensor, scaled: Tensor, best: Tensor, num_top: Tensor,
     zero = candidates.new_zeros((num_rows, 1), dtype=torch.float64)
     mass = torch.cat((zero, torch.exp((candidates - best).double()).cumsum(dim=-1)), dim=-1)  # before each, and all
     total = mass.gather(1, num_top.clamp_max(num_candidates)[:, None])
+    total[num_top > num_candidates] = torch.inf  # not all there: keeps every candidate, and the caller asks again
     whole = (num_top >= scaled.shape[1]) & (top_p < 1)
     if whole.any():
         # cumsum adds in order of id whatever the batch; sum() does not promise that.

@@ -1,4 +1,4 @@
-"""Tiny random models with a tiny tokenizer, saved as `transformers` saves real ones. No download, milliseconds to run."""
+"""Tiny random models with a tiny tokenizer, saved as `transformers` saves real ones. No download, and quick to run."""
 
 from pathlib import Path
 

@@ -1,0 +1,66 @@
+"""Shorthand for tests of the executor: steps, a scripted runner, and sessions without a model."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from executor.batch import Batch
+from executor.ids import SessionId, StepId
+from executor.runner import StepOutput
+from executor.session import Session
+from executor.step import BlockTable, Ints, RowSampling, RowStart, Step, StepError
+from executor.step_check import StepLimits
+
+BLOCK = 4
+LIMITS = StepLimits(block_size=BLOCK, num_blocks=32, vocabulary_size=100, max_context_tokens=64, max_tokens_per_step=40)
+
+
+def ints(*numbers: int) -> Ints:
+    """[len(numbers)] int64"""
+    return np.array(numbers, dtype=np.int64)
+
+
+def row(
+    slot: int,
+    tokens: Sequence[int],
+    blocks: Sequence[int],
+    computed: int = 0,
+    sampling: RowSampling | None = None,
+    incarnation: int = 1,
+) -> RowStart:
+    """A row with one block table."""
+    tables = (BlockTable(0, ints(*blocks)),)
+    return RowStart(slot, incarnation, ints(*tokens), computed, tables, sampling or RowSampling())
+
+
+def step(step_id: int, runs: Sequence[tuple[int, int, int]] = (), **fields: object) -> Step:
+    """runs: (slot, start position, number of tokens) per running row."""
+    slots, starts, counts = (ints(*column) for column in zip(*runs, strict=True)) if runs else (ints(),) * 3
+    return Step(StepId(step_id), slots=slots, start_positions=starts, num_tokens=counts, **fields)  # type: ignore[arg-type]
+
+
+class ScriptedRunner:
+    """Says what it is told: by default the token after a row's last input token, modulo the vocabulary."""
+
+    def __init__(self, answer: Callable[[Batch], Ints] | None = None) -> None:
+        self._answer = answer or (lambda batch: (batch.input_ids[batch.logits_tokens].numpy() + 1) % 100)
+        self.batches: list[Batch | None] = []
+        self.copies: list[tuple[list[int], list[int]]] = []
+        self.not_finite: set[int] = set()  # sampling rows of the next batch
+        self.error: StepError | None = None  # of the next batch
+
+    def run(self, copy_sources: Ints, copy_targets: Ints, batch: Batch | None) -> StepOutput:
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+        self.batches.append(batch)
+        self.copies.append((copy_sources.tolist(), copy_targets.tolist()))
+        tokens = self._answer(batch) if batch is not None else ints()
+        finite = np.array([index not in self.not_finite for index in range(len(tokens))], dtype=bool)
+        self.not_finite = set()
+        return StepOutput(tokens, finite, 7)
+
+
+def scripted_session(runner: ScriptedRunner | None = None, max_rows: int = 8) -> Session:
+    """A session whose model is a script."""
+    return Session(SessionId(1), max_rows, LIMITS, runner or ScriptedRunner())
