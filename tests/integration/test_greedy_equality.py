@@ -1,0 +1,79 @@
+"""Greedy answers through all three processes equal `transformers` `generate`, token for token.
+
+The full grid runs on two tiny random models: chunk sizes x (alone, batch of 8, prefix hits). What the grid adds to the
+executor's own tests is everything else: router, cache service, and the protocols between them.
+"""
+
+import asyncio
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.engines import RunningEngine, running_engine, running_router
+from tests.oracle import Comparison, Oracle
+from tests.tiny_models import save_tiny_gemma3, save_tiny_llama
+
+NUM_TOKENS = 64
+BLOCK = 16
+CHUNKS = (1, 7, 16, 33, 2048)
+LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 37, 3 * BLOCK + 2, 70)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A served model, its oracle, and prompts."""
+
+    engine: RunningEngine
+    oracle: Oracle
+    prompts: list[list[int]]
+
+
+@pytest.fixture(scope="module", params=[save_tiny_llama, save_tiny_gemma3], ids=["llama", "gemma3"])
+def case(request, tmp_path_factory) -> Iterator[Case]:
+    folder = request.param(tmp_path_factory.mktemp("model"))
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3, model.config.vocab_size) for _ in range(length)] for length in LENGTHS]
+    options = ("--executor.threads=1", "--executor.kv-memory-mib=16", f"--executor.block-size={BLOCK}")
+    with running_engine(str(folder), *options) as engine:
+        yield Case(engine, Oracle(model), prompts)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+async def test_every_answer_is_the_oracles(case: Case, chunk: int):
+    comparison = Comparison()
+    async with running_router(case.engine, max_tokens_per_step=chunk) as client:
+
+        async def check(prompt: list[int], variant: str, cached: int) -> None:
+            answer = await client.generate(
+                prompt, temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, cache_salt=f"{variant} {chunk}"
+            )
+            assert answer.usage.cached_tokens == cached
+            right = case.oracle.greedy(prompt, NUM_TOKENS)
+            comparison.check(answer.choices[0].token_ids, right, f"{variant}, chunk {chunk}, {len(prompt)} tokens")
+
+        for prompt in case.prompts:
+            await check(prompt, "alone", 0)
+        await asyncio.gather(*(check(prompt, "batch", 0) for prompt in case.prompts))
+        for prompt in case.prompts:  # the very prompts that "alone" left in the cache
+            await check(prompt, "alone", (len(prompt) - 1) // BLOCK * BLOCK)
+        await asyncio.gather(*(check(prompt, "batch", (len(prompt) - 1) // BLOCK * BLOCK) for prompt in case.prompts))
+    assert comparison.answers == 4 * len(case.prompts)
+    assert comparison.excused <= 2, f"{comparison.excused} of {comparison.answers} answers left the oracle in doubt"
+
+
+async def test_a_longer_prompt_hits_what_a_shorter_one_and_its_answer_left(case: Case):
+    """The answer's own blocks are findable too: a conversation's next turn computes only what is new."""
+    prompt = case.prompts[-1]
+    async with running_router(case.engine) as client:
+        first = await client.generate(prompt, temperature=0, max_tokens=40, ignore_eos=True, cache_salt="turns")
+        longer = prompt + first.choices[0].token_ids + [5, 6, 7]
+        second = await client.generate(longer, temperature=0, max_tokens=8, ignore_eos=True, cache_salt="turns")
+    computed = len(prompt) + 40 - 1  # the last token of an answer has no KV
+    assert second.usage.cached_tokens == computed // BLOCK * BLOCK
+    Comparison().check(second.choices[0].token_ids, case.oracle.greedy(longer, 8), "second turn")
