@@ -11,6 +11,7 @@ import sys
 from collections.abc import Awaitable, Callable
 
 from octavo.child import Child, ChildSpec
+from octavo.errors import OctavoError
 from octavo.launch_config import EngineConfig, ServeConfig
 from octavo.launch_plan import Stages, plan_engine, plan_serve
 from octavo.logs import PREFIXED_VARIABLE
@@ -92,6 +93,9 @@ def child_environment(environ: dict[str, str]) -> dict[str, str]:
 def _guarded(program: str, run: Callable[[], int]) -> int:
     try:
         return run()
+    except OctavoError as error:
+        sys.stderr.write(f"{program}: {error.code.name}: {error.message}\n")
+        return 1
     except (ValueError, OSError) as error:
         sys.stderr.write(f"{program}: {error}\n")
         return 2

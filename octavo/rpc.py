@@ -117,16 +117,18 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None or (handler.request_streaming and not handler.response_streaming):
             return handler
-        wrap = _guard_stream if handler.response_streaming else _guard_unary
         if handler.request_streaming:
             make, inner = grpc.stream_stream_rpc_method_handler, handler.stream_stream
         elif handler.response_streaming:
             make, inner = grpc.unary_stream_rpc_method_handler, handler.unary_stream
         else:
             make, inner = grpc.unary_unary_rpc_method_handler, handler.unary_unary
-        if not (asyncio.iscoroutinefunction(inner) or inspect.isasyncgenfunction(inner)):
-            return handler  # a foreign synchronous servicer
-        return make(wrap(inner), handler.request_deserializer, handler.response_serializer)
+        # A stream is a generator, or a coroutine that writes to its context, as the health servicer's.
+        if inspect.isasyncgenfunction(inner):
+            return make(_guard_stream(inner), handler.request_deserializer, handler.response_serializer)
+        if asyncio.iscoroutinefunction(inner):
+            return make(_guard_unary(inner), handler.request_deserializer, handler.response_serializer)
+        return handler  # a foreign synchronous servicer
 
 
 def _guard_unary(inner: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
