@@ -94,6 +94,7 @@ class Outbox:
     _releases: dict[SequenceId, Release] = field(default_factory=dict)
     _fenced_until: dict[SessionKey, StepId] = field(default_factory=dict)
     _told: dict[SessionKey, StepId] = field(default_factory=dict)
+    _next_turn: int = 0
 
     def allocate(self, allocation: Allocation) -> None:
         self._allocations[allocation.sequence_id] = allocation
@@ -148,12 +149,14 @@ class Outbox:
         self._told.update(acknowledged)
 
     def take(self) -> Batch | None:
-        """The next batch of one kind: first what frees, then what makes findable, then who runs, then who waits."""
-        waiting: tuple[dict, ...] = (self._releases, self._commits, self._extensions, self._allocations)
-        for table in waiting:
-            if table:
-                keys = list(table)[:MAX_BATCH]
-                return [table.pop(key) for key in keys]
+        """The next batch, of one kind. The kinds take turns, so that commits of every step starve no extension."""
+        waiting: tuple[dict, ...] = (self._extensions, self._releases, self._allocations, self._commits)
+        for offset in range(len(waiting)):
+            turn = (self._next_turn + offset) % len(waiting)
+            if waiting[turn]:
+                self._next_turn = turn + 1
+                keys = list(waiting[turn])[:MAX_BATCH]
+                return [waiting[turn].pop(key) for key in keys]
         return None
 
     def clear(self) -> None:

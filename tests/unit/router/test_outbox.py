@@ -1,0 +1,99 @@
+"""What waits for the cache service: merged, in an order that is right for each sequence, and fair between kinds."""
+
+from router.ids import SequenceId, SessionKey, StepId
+from router.outbox import Allocation, Commit, Extension, Outbox, Release
+
+ONE, TWO = SequenceId(1), SequenceId(2)
+SESSION = SessionKey("executor", 1, 1)
+
+
+def allocation(sequence_id: SequenceId) -> Allocation:
+    return Allocation(sequence_id, (1, 2), None, 0, False)
+
+
+def release(sequence_id: SequenceId, commit: Commit | None = None, step: int = 0) -> Release:
+    return Release(sequence_id, commit, ((SESSION, StepId(step)),) if step else ())
+
+
+def take_all(outbox: Outbox) -> list[object]:
+    taken: list[object] = []
+    while (batch := outbox.take()) is not None:
+        taken += batch
+    return taken
+
+
+def test_commits_of_a_sequence_become_one() -> None:
+    outbox = Outbox()
+    outbox.commit(Commit(ONE, 4, 2, (30, 40)))
+    outbox.commit(Commit(ONE, 8, 4, (50, 60, 70, 80)))
+    assert outbox.take() == [Commit(ONE, 8, 2, (30, 40, 50, 60, 70, 80))]
+    assert outbox.take() is None
+
+
+def test_a_release_takes_commits_and_extensions_of_its_sequence_with_it() -> None:
+    outbox = Outbox()
+    outbox.commit(Commit(ONE, 4, 2, (30, 40)))
+    outbox.extend(Extension(ONE, 1, 2, 2))
+    outbox.extend(Extension(TWO, 1, 2, 2))
+    outbox.release(release(ONE, Commit(ONE, 5, 4, (50,))))
+    assert take_all(outbox) == [Extension(TWO, 1, 2, 2), release(ONE, Commit(ONE, 5, 2, (30, 40, 50)))]
+
+
+def test_an_allocation_that_was_not_sent_is_simply_dropped() -> None:
+    outbox = Outbox()
+    outbox.allocate(allocation(ONE))
+    outbox.release(release(ONE))
+    assert outbox.take() is None
+
+
+def test_an_allocation_that_was_sent_is_released_after() -> None:
+    outbox = Outbox()
+    outbox.allocate(allocation(ONE))
+    outbox.take()
+    outbox.release(release(ONE))
+    assert outbox.take() == [release(ONE)]
+
+
+def test_no_kind_starves_another() -> None:
+    """Prefill commits blocks every step; decodes beside it still get theirs."""
+    outbox = Outbox()
+    outbox.extend(Extension(TWO, 1, 2, 2))
+    outbox.allocate(allocation(SequenceId(3)))
+    outbox.release(release(SequenceId(4)))
+    taken: list[object] = []
+    for number in range(4):
+        outbox.commit(Commit(ONE, number, 0, ()))
+        batch = outbox.take()
+        assert batch is not None
+        taken += batch
+    assert {type(item) for item in taken} == {Extension, Allocation, Release, Commit}
+
+
+def test_acknowledgements_are_urgent_only_while_fences_wait_for_them() -> None:
+    fills = 0
+
+    def on_filled() -> None:
+        nonlocal fills
+        fills += 1
+
+    outbox = Outbox(on_filled)
+    outbox.acknowledge(SESSION, StepId(1))
+    assert (fills, outbox.lifts_fences()) == (0, False)
+    outbox.release(release(ONE, step=3))
+    outbox.take()
+    outbox.mark_told({SESSION: StepId(1)})
+    assert not outbox.lifts_fences(), "step 3 is not acknowledged, step 1 was told"
+    outbox.acknowledge(SESSION, StepId(3))
+    assert outbox.lifts_fences()
+    assert fills == 2
+    outbox.mark_told({SESSION: StepId(3)})
+    assert not outbox.lifts_fences()
+
+
+def test_on_a_lost_lease_nothing_that_waited_is_sent() -> None:
+    outbox = Outbox()
+    outbox.allocate(allocation(ONE))
+    outbox.acknowledge(SESSION, StepId(1))
+    outbox.clear()
+    assert outbox.take() is None
+    assert not outbox.acknowledged
