@@ -25,7 +25,8 @@ from executor.config import ExecutorConfig
 from executor.ids import SessionId
 from executor.kernels_conflict import check_kernels, installed_kernels_version
 from executor.metrics import ExecutorMetrics, MeteredRunner, StateCollector
-from executor.model.forward import CausalModel, ModelDescription
+from executor.model.description import ModelDescription
+from executor.model.forward import CausalModel
 from executor.model.loader import describe_model, load_model
 from executor.model.verify import verify_model
 from executor.runner import Runner

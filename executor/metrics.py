@@ -7,9 +7,8 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from executor.batch import Batch
-from executor.runner import StepOutput
 from executor.session import StepRunner
-from executor.step import Ints, StepError
+from executor.step import Ints, StepError, StepOutput
 from octavo.metrics import ITERATION_TOKENS, STEP_TIME_SECONDS
 
 

@@ -5,7 +5,6 @@ Holds no state of rows or sessions. Runs in the worker's thread alone.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -16,17 +15,8 @@ from executor.attention import AttentionBackend
 from executor.batch import Batch
 from executor.model.forward import CausalModel
 from executor.sampler import sample
-from executor.step import MODEL_ERROR, NO_INTS, OUT_OF_MEMORY, Ints, StepError
+from executor.step import MODEL_ERROR, NO_INTS, OUT_OF_MEMORY, Ints, StepError, StepOutput
 from octavo.errors import OctavoError
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What the rows that sample got."""
-
-    token_ids: Ints  # [num_sampling], undefined where not finite
-    finite: npt.NDArray[np.bool_]  # [num_sampling]: the row's logits hold no NaN and no infinity
-    execute_microseconds: int
 
 
 class Runner:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from executor.ids import RouterEpoch, RouterId, StepId
-from executor.model.forward import ModelDescription
+from executor.model.description import ModelDescription
 from executor.sessions import Opening
 from executor.step import (
     BlockTable,

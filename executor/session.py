@@ -14,7 +14,6 @@ import numpy as np
 
 from executor.batch import Batch, pack_batch, sampling_rows
 from executor.ids import SessionId, StepId
-from executor.runner import StepOutput
 from executor.slots import SlotTable
 from executor.step import (
     LOGITS_NOT_FINITE,
@@ -25,6 +24,7 @@ from executor.step import (
     StepFailed,
     StepGap,
     StepOutcome,
+    StepOutput,
     StepResult,
     invalid_step,
 )

@@ -117,6 +117,15 @@ class StepGap:
     last_applied_step: StepId
 
 
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a device answers: the rows that sampled, in batch order."""
+
+    token_ids: Ints  # [num_sampling], undefined where not finite
+    finite: npt.NDArray[np.bool_]  # [num_sampling]: the row's logits hold no NaN and no infinity
+    execute_microseconds: int
+
+
 StepOutcome = StepResult | StepFailed | StepGap
 
 

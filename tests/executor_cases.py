@@ -6,9 +6,8 @@ import numpy as np
 
 from executor.batch import Batch
 from executor.ids import SessionId, StepId
-from executor.runner import StepOutput
 from executor.session import Session
-from executor.step import BlockTable, Ints, RowSampling, RowStart, Step, StepError
+from executor.step import BlockTable, Ints, RowSampling, RowStart, Step, StepError, StepOutput
 from executor.step_check import StepLimits
 
 BLOCK = 4

@@ -13,20 +13,6 @@ from executor.model.hook import AttentionHook
 
 
 @dataclass(frozen=True, slots=True)
-class ModelDescription:
-    """What routers need to know of a model."""
-
-    name: str
-    source: str  # what the tokenizer is loaded from
-    revision: str
-    fingerprint: str  # hexadecimal
-    architecture: str
-    vocabulary_size: int  # logits per token
-    max_context_tokens: int
-    eos_token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class CausalModel:
     """A model of `transformers` whose attention is paged."""
 

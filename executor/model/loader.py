@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
+from executor.model.description import ModelDescription
 from executor.model.fingerprint import fingerprint_of, weights_files
-from executor.model.forward import CausalModel, ModelDescription
+from executor.model.forward import CausalModel
 from executor.model.hook import IMPLEMENTATION, AttentionHook
 from executor.model.probe import probe_geometry
 from executor.model.refusal import not_loadable, unsupported
