@@ -85,10 +85,10 @@ def sample_kernel(
     stride = logits.stride_col
     temperature = tl.load(temperatures + row)
     if temperature == 0.0:
-        _, token_id = largest_of(logits_row, stride, vocab_size, 1.0, BLOCK)
+        _greedy, token_id = largest_of(logits_row, stride, vocab_size, 1.0, BLOCK)
         tl.store(out + row, token_id.to(tl.int64))
     else:
-        largest, _ = largest_of(logits_row, stride, vocab_size, temperature, BLOCK)
+        largest, _largest_id = largest_of(logits_row, stride, vocab_size, temperature, BLOCK)
         top_k = tl.load(top_ks + row)
         top_p = tl.load(top_ps + row)
         threshold = tl.sum(tl.zeros([16], dtype=tl.uint32), axis=0).to(tl.uint32)
