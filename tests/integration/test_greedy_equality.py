@@ -72,7 +72,7 @@ async def test_a_longer_prompt_hits_what_a_shorter_one_and_its_answer_left(case:
     prompt = case.prompts[-1]
     async with running_router(case.engine) as client:
         first = await client.generate(prompt, temperature=0, max_tokens=40, ignore_eos=True, cache_salt="turns")
-        longer = prompt + first.choices[0].token_ids + [5, 6, 7]
+        longer = [*prompt, *first.choices[0].token_ids, 5, 6, 7]
         second = await client.generate(longer, temperature=0, max_tokens=8, ignore_eos=True, cache_salt="turns")
     computed = len(prompt) + 40 - 1  # the last token of an answer has no KV
     assert second.usage.cached_tokens == computed // BLOCK * BLOCK
