@@ -176,10 +176,10 @@ def run_machine(driver_name: str, hash_name: str, num_examples: int, num_steps: 
 @pytest.mark.parametrize(
     ("driver_name", "hash_name", "num_examples"),
     [
-        ("in process", "blake2b", 50),
-        ("in process", "three-bit", 30),
-        ("in process", "constant", 30),
-        ("grpc", "blake2b", 6),
+        ("in process", "blake2b", 90),
+        ("in process", "three-bit", 50),
+        ("in process", "constant", 50),
+        ("grpc", "blake2b", 10),
     ],
 )
 def test_random_lives_keep_every_invariant(driver_name: str, hash_name: str, num_examples: int) -> None:

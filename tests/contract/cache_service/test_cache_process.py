@@ -1,0 +1,132 @@
+"""The whole process with real executors (processes that only register): starts, deaths, signals, what is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from octavo.rpc import CHANNEL_OPTIONS, error_of_call
+from octavo.v1 import cache_pb2, cache_pb2_grpc
+from tests.property.cache_service.cache_drivers import geometry_message, kv_bytes_of
+
+SERVICE = "octavo.v1.BlockManagerService"
+
+
+@pytest.fixture
+def executor() -> Iterator["subprocess.Popen[bytes]"]:
+    """A process that stands for an executor: the cache service watches its pid."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+class CacheProcess:
+    """A cache service on a Unix socket."""
+
+    def __init__(self, directory: Path) -> None:
+        self.address = f"unix:{directory}/cache.sock"
+        command = [sys.executable, "-m", "cache_service", "--listen", self.address, "--metrics-listen", "127.0.0.1:0"]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.channel = grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        self.stub = cache_pb2_grpc.BlockManagerServiceStub(self.channel)
+        self._wait_until_serving()
+
+    def _wait_until_serving(self) -> None:
+        health = health_pb2_grpc.HealthStub(self.channel)
+        answer = health.Check(health_pb2.HealthCheckRequest(service=SERVICE), wait_for_ready=True, timeout=30)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+    def register(self, executor_id: str, pid: int) -> cache_pb2.RegisterExecutorResponse:
+        request = cache_pb2.RegisterExecutorRequest(
+            executor_id=executor_id, pid=pid, arena_id="cpu:9", geometry=geometry_message(4), kv_bytes=kv_bytes_of(8, 4)
+        )
+        return self.stub.RegisterExecutor(request, timeout=30)
+
+    def num_executors(self) -> int:
+        return self.stub.GetStats(cache_pb2.GetStatsRequest(), timeout=10).num_executors
+
+    def end(self, number: int) -> int:
+        self.channel.close()
+        self.process.send_signal(number)
+        self.process.communicate(timeout=30)
+        return self.process.returncode
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[CacheProcess]:
+    started = CacheProcess(tmp_path)
+    yield started
+    if started.process.poll() is None:
+        started.end(signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_in_order_and_takes_its_arenas_away(
+    cache: CacheProcess, executor: "subprocess.Popen[bytes]", number: int
+) -> None:
+    """Field failure 37, the cache service's part."""
+    path = cache.register("e", executor.pid).arena.posix.path
+    assert os.stat(path).st_mode & 0o777 == 0o600
+    assert cache.end(number) == 0
+    assert not Path(path).exists()
+
+
+def test_an_epoch_ends_when_its_process_is_dead_and_not_before(
+    cache: CacheProcess, executor: "subprocess.Popen[bytes]"
+) -> None:
+    first = cache.register("e", executor.pid)
+    executor.send_signal(signal.SIGSTOP)  # a stopped process may wake and write
+    with pytest.raises(grpc.RpcError) as refused:
+        cache.register("e", os.getpid())
+    assert error_of_call(refused.value).reason == "EXECUTOR_ALIVE"
+    executor.kill()
+    deadline = time.monotonic() + 10
+    while cache.num_executors() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    second = cache.register("e", os.getpid())
+    assert second.executor_epoch > first.executor_epoch
+    assert second.arena.posix.path == first.arena.posix.path, "the arena outlives the executor"
+
+
+def test_the_successor_of_a_killed_cache_service_takes_its_segment_away(
+    cache: CacheProcess, executor: "subprocess.Popen[bytes]", tmp_path: Path
+) -> None:
+    """Field failure 38: nothing of a killed owner stays once nobody holds it."""
+    path = cache.register("e", executor.pid).arena.posix.path
+    cache.end(signal.SIGKILL)
+    assert Path(path).exists()
+    os.unlink(tmp_path / "cache.sock")
+    successor = CacheProcess(tmp_path)
+    assert not Path(path).exists()
+    assert successor.end(signal.SIGTERM) == 0
+
+
+def test_an_arena_that_does_not_fit_is_refused_with_the_numbers(
+    cache: CacheProcess, executor: "subprocess.Popen[bytes]"
+) -> None:
+    """Field failure 38: and the cache service serves on."""
+    request = cache_pb2.RegisterExecutorRequest(
+        executor_id="e", pid=executor.pid, arena_id="cpu:9", geometry=geometry_message(4), kv_bytes=1 << 39
+    )
+    with pytest.raises(grpc.RpcError) as refused:
+        cache.stub.RegisterExecutor(request, timeout=30)
+    error = error_of_call(refused.value)
+    assert (refused.value.code(), error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "ARENA_TOO_LARGE")
+    assert int(error.metadata["needed_bytes"]) > int(error.metadata["free_bytes"])
+    assert cache.register("e", executor.pid).arena.num_blocks == 8
+
+
+def test_an_address_that_is_taken_is_one_clear_line(cache: CacheProcess) -> None:
+    command = [sys.executable, "-m", "cache_service", "--listen", "127.0.0.1:1x", "--metrics-listen", "127.0.0.1:0"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert "octavo cache-service: cannot listen on 127.0.0.1:1x" in ended.stderr
+    assert "Traceback" not in ended.stderr
