@@ -1,6 +1,7 @@
 """`octavo demo`: serve a small real model, let it answer one question, say how to call it, and go on serving."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from pydantic import Field
 
@@ -34,6 +35,12 @@ class DemoConfig(ServeConfig):
     model: str | None = Field("demo", description="what to serve, as octavo serve takes it")
     question: str = Field(QUESTION, description="what to ask when it is ready")
 
+    @classmethod
+    def _shared(cls, section: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The router is quiet unless told otherwise: its lines would stand between those of the answer."""
+        quiet = {"log_level": "warning"} if section == "router" else {}
+        return {**quiet, **super()._shared(section, values)}
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code."""
@@ -43,7 +50,8 @@ def main(argv: list[str] | None = None) -> int:
     async def on_ready(say: Callable[[str], None]) -> None:
         say(f"ready; asking: {config.question}")
         await _ask(address, config.question)
-        say(_HOW_TO_CALL.format(address=address, address_option=_address_option(config), metrics=_metrics(config)))
+        how = _HOW_TO_CALL.format(address=address, address_option=_address_option(config), metrics=_metrics(config))
+        print(how, flush=True)  # bare, to be copied from
 
     return run_serve(config, on_ready)
 
@@ -63,6 +71,6 @@ def _address_option(config: DemoConfig) -> str:
 
 
 def _metrics(config: DemoConfig) -> str:
-    names = ("router", "executor", "cache_service")
-    addresses = {name: getattr(config, name).metrics_listen for name in names}
-    return ", ".join(f"http://{address}/metrics ({name})" for name, address in addresses.items() if address)
+    addresses = {name: getattr(config, name).metrics_listen for name in ("router", "executor", "cache_service")}
+    lines = [f"http://{address}/metrics  ({name.replace('_', ' ')})" for name, address in addresses.items() if address]
+    return f"\n{' ' * 19}".join(lines)

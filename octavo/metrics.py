@@ -8,7 +8,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Final
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, disable_created_metrics, generate_latest
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +74,7 @@ def start_metrics_server(registry: CollectorRegistry, listen: str) -> MetricsSer
         OSError: the address is taken or not ours; the message names it.
     """
     host, port = _split_address(listen)
+    disable_created_metrics()  # a second series per counter and histogram, of no use to anyone who scrapes
     try:
         server = ThreadingHTTPServer((host, port), _handler_of(registry))
     except OSError as error:
