@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from launcher_fakes import events_of, pids_of
+from tests.integration.launcher_fakes import events_of, pids_of
 
 DRIVER = Path(__file__).parent / "launcher_fakes.py"
 

@@ -2,17 +2,13 @@
 
 import asyncio
 import os
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from launcher_fakes import QUICK_RESTART, child_spec, events_of, file_exists, pids_of
-
 from octavo.child import Child
 from octavo.supervisor import Supervisor
+from tests.integration.launcher_fakes import QUICK_RESTART, child_spec, events_of, file_exists, pids_of
 
 
 class Stack:
