@@ -96,13 +96,14 @@ class BlockPool:
         Raises:
             OwnershipError: a block is free or reserved; nothing changed.
         """
+        owners, fences, node_of = self._owners, self._fences, self._index.node_of
         for block in blocks:
-            if self.state_of(block) in (BlockState.FREE, BlockState.RESERVED):
+            if not (owners[block] or fences[block] or node_of[block]):
                 raise OwnershipError(f"block {block} is {self.state_of(block).value} and cannot be pinned")
         for block in blocks:
-            if not self._owners[block]:
+            if not owners[block]:
                 self._leave_idle(block, now)
-            self._owners[block] += 1
+            owners[block] += 1
 
     def _leave_idle(self, block: BlockId, now: float) -> None:
         if self._fences[block]:
@@ -126,6 +127,7 @@ class BlockPool:
             for block in blocks:
                 fences[block] += 1
         owners = self._owners
+        # Each once, whatever the table says: a block must not enter a list twice.
         for block in dict.fromkeys(blocks):
             if not owners[block]:
                 self._settle(block, now)

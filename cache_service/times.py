@@ -22,7 +22,8 @@ class DurationHistogram:
 
     def observe(self, duration_s: float) -> None:
         """Count one duration; a clock that went back counts as 0."""
-        duration_s = max(duration_s, 0.0)
+        if duration_s < 0.0:
+            duration_s = 0.0
         self.counts[bisect_left(self.bounds_s, duration_s)] += 1
         self.sum_s += duration_s
 

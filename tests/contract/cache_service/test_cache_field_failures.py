@@ -115,6 +115,22 @@ def test_an_allocation_never_evicts_the_blocks_it_hits(start: Start) -> None:
     assert len(set(allocated.block_ids)) == 8
 
 
+def test_blocks_that_are_hit_are_not_counted_as_available_too(start: Start) -> None:
+    """Field failure 3: 8 usable blocks, 5 cached, 1 held, 2 free; a request of 7 that starts with the 5, then of 8."""
+    router = start(9)
+    cached = router.compute(*prompt(5 * B))
+    router.allocate(*prompt(B, 100))
+    before = counts(router)
+    assert (before.free, before.cached, before.used) == (2, 5, 1)
+    with pytest.raises(OctavoError) as refused:
+        router.allocate(*prompt(7 * B + 1))
+    assert refused.value.metadata["available"] == "2"
+    assert counts(router) == before
+    _, allocated = router.allocate(*prompt(6 * B + 1))
+    assert allocated.block_ids[:5] == cached
+    assert counts(router).evicted_blocks == 0
+
+
 EXTRAS = [
     {},
     {"salt": "a"},

@@ -175,6 +175,7 @@ class CacheWorld:
     def commit(self, row: Row, num_overlap: int, ahead: bool) -> None:
         [error] = self.driver.commit(self.header(row.client), [self._commit_of(row, num_overlap, ahead)])
         assert error is None, error
+        self.histories += [row.tokens[: row.num_computed]] if row.num_computed else []
 
     def _commit_of(self, row: Row, num_overlap: int, ahead: bool) -> Commit:
         """Everything received; from a little before what is known, perhaps with the token that has no KV yet."""

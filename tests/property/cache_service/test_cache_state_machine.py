@@ -82,8 +82,11 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.driver is not None and bool(self.world.histories))
     @rule(pick=PICK, again=PICK, more=st.lists(TOKEN, max_size=5))
     def allocate_again(self, pick: int, again: int, more: list[int]) -> None:
-        history = self.world.histories[again % len(self.world.histories)]
-        self.world.allocate(self.client(pick), (history + more)[:40], {}, 0, bypass=False)
+        prompt = (self.world.histories[again % len(self.world.histories)] + more)[:40]
+        num_whole = len(prompt) // BLOCK_SIZE * BLOCK_SIZE
+        if pick % 3 == 0 and num_whole:
+            prompt = prompt[:num_whole]  # ends with a block
+        self.world.allocate(self.client(pick), prompt, {}, 0, bypass=False)
 
     @precondition(has_rows)
     @rule(picks=st.lists(PICK, min_size=1, max_size=3), chunk=st.sampled_from([1, 2, 3, 4, 5, 40]), token=TOKEN)
