@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 from executor.model.description import ModelDescription
 from executor.model.fingerprint import fingerprint_of, weights_files
 from executor.model.forward import CausalModel
+from executor.model.gguf_index import GgufIndex, read_gguf_index
 from executor.model.hook import IMPLEMENTATION, AttentionHook
 from executor.model.probe import probe_geometry
 from executor.model.refusal import not_loadable, unsupported
@@ -33,9 +34,12 @@ def load_model(source: ModelSource, weights_dtype: str) -> CausalModel:
         OctavoError: FAILED_PRECONDITION: MODEL_NOT_LOADABLE (files), MODEL_NOT_SUPPORTED (what they describe).
     """
     location, options = source.pretrained_arguments()
+    gguf = read_gguf_index(source.path) if "gguf_file" in options and source.path else None
     config = _load_config(source, location, options)
     check_config(config)
     module = _load_module(source, location, options, config, weights_dtype)
+    if gguf is not None:
+        _check_gguf_tensors(source, gguf, module)
     hook = AttentionHook(module)
     layers, vocabulary_size = probe_geometry(module, hook, module.config)
     return CausalModel(module, hook, module.config, layers, vocabulary_size, WEIGHTS_DTYPES[weights_dtype])
@@ -100,6 +104,21 @@ def _check_complete(source: ModelSource, info: dict[str, Any]) -> None:
             raise not_loadable(f"{source.reference}: {what.replace('_', ' ')}: {_some(info[what])}")
     if info.get("unexpected_keys"):
         log.warning("%s: tensors that the model has no place for: %s", source.reference, _some(info["unexpected_keys"]))
+
+
+def _check_gguf_tensors(source: ModelSource, gguf: GgufIndex, module: nn.Module) -> None:
+    """Tensors that the loader's map does not know are passed over in silence: a bias left out is a wrong model."""
+    parameters = [name for name, _ in module.named_parameters()]
+    biases = [name for name in gguf.tensor_names if name.endswith(".bias")]
+    if len(biases) > sum(name.endswith("bias") for name in parameters):
+        raise not_loadable(f"{source.reference}: the model has no place for all of these: {_some(biases)}")
+    if len(gguf.tensor_names) > len(parameters):
+        log.warning(
+            "%s: the file has %d tensors, the model %d parameters; some are not used",
+            source.reference,
+            len(gguf.tensor_names),
+            len(parameters),
+        )
 
 
 def _some(names: Collection[Any]) -> str:
