@@ -33,6 +33,7 @@ class Executor:
     epoch: int
     arena_id: str
     process: Process
+    pid: int
     is_alive: bool = True
     owner_of: dict[int, LeaseId] = field(default_factory=dict)  # open session id -> lease it runs for
     closed: set[int] = field(default_factory=set)  # session ids that are over
@@ -67,11 +68,11 @@ class ExecutorRegistry:
     def any_alive_on(self, arena_id: str) -> bool:
         return any(executor.is_alive and executor.arena_id == arena_id for executor in self._executors.values())
 
-    def admit(self, executor_id: str, arena_id: str, process: Process, unix_ms: int) -> Executor:
+    def admit(self, executor_id: str, arena_id: str, process: Process, pid: int, unix_ms: int) -> Executor:
         """A new epoch, higher than any before of this id, which must not be alive."""
         earlier = self._executors.get(executor_id)
         epoch = grant_epoch(earlier.epoch if earlier else 0, unix_ms)
-        executor = self._executors[executor_id] = Executor(executor_id, epoch, arena_id, process)
+        executor = self._executors[executor_id] = Executor(executor_id, epoch, arena_id, process, pid)
         return executor
 
     def end_epoch(self, executor: Executor) -> list[SessionKey]:

@@ -59,6 +59,7 @@ class Registration:
     model_fingerprint: str
     geometry: KvGeometry
     kv_bytes: int
+    pid: int = 0  # 0: not to be seen from here
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ class CacheService:
         earlier = self._registry.find(asked.executor_id)
         if earlier is not None and earlier.is_alive:
             if earlier.process.is_alive():
-                raise refusal.executor_alive(earlier.executor_id, earlier.epoch)
+                return self._same_process(earlier, asked)
             self.end_executor(earlier, now)
         self._make_room(asked)
         return None
@@ -138,9 +139,16 @@ class CacheService:
             num_blocks, block_size = made.description.num_blocks, made.description.geometry.block_size
             manager = BlockManager(num_blocks, block_size, self._hash_function)
             self._arenas[asked.arena_id] = ManagedArena(made, manager)
-        executor = self._registry.admit(asked.executor_id, asked.arena_id, process, unix_ms)
+        executor = self._registry.admit(asked.executor_id, asked.arena_id, process, asked.pid, unix_ms)
         log.info("executor %s registered with epoch %d on %s", executor.executor_id, executor.epoch, executor.arena_id)
         return executor
+
+    def _same_process(self, alive: Executor, asked: Registration) -> Executor:
+        """The living executor, if it is the one that asks: the answer to its first registration was lost."""
+        if not asked.pid or asked.pid != alive.pid:
+            raise refusal.executor_alive(alive.executor_id, alive.epoch)
+        self._check_same_arena(alive, asked)
+        return alive
 
     def _check_same_arena(self, executor: Executor, asked: Registration) -> None:
         if executor.arena_id != asked.arena_id:

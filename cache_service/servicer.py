@@ -93,17 +93,17 @@ class BlockManagerServicer(cache_pb2_grpc.BlockManagerServiceServicer):
         self, request: cache_pb2.RegisterExecutorRequest, context: grpc.aio.ServicerContext
     ) -> cache_pb2.RegisterExecutorResponse:
         # Shielded: a caller that leaves must not leave a half-made arena behind.
-        registration = asyncio.ensure_future(self._register(registration_of(request), request.pid))
+        registration = asyncio.ensure_future(self._register(registration_of(request)))
         executor = await asyncio.shield(registration)
         arena = self._service.find_arena(executor.arena_id).memory.description
         return cache_pb2.RegisterExecutorResponse(arena=arena_message(arena), executor_epoch=executor.epoch)
 
-    async def _register(self, asked: Registration, pid: int) -> Executor:
+    async def _register(self, asked: Registration) -> Executor:
         async with self._registering:
             executor = self._service.begin_registration(asked, self._now())
             if executor is not None:
                 return executor
-            process = self._watch_process(pid)
+            process = self._watch_process(asked.pid)
             try:
                 made = await self._make_missing_arena(asked)
             except BaseException:

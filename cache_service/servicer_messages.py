@@ -44,6 +44,7 @@ def registration_of(request: cache_pb2.RegisterExecutorRequest) -> Registration:
         model_fingerprint=request.model_fingerprint,
         geometry=KvGeometry(geometry.block_size, geometry.dtype, layers),
         kv_bytes=request.kv_bytes,
+        pid=request.pid,
     )
 
 

@@ -69,11 +69,13 @@ def test_a_registration_describes_the_arena(driver: GrpcDriver) -> None:
 
 def test_an_executor_id_belongs_to_one_living_process(driver: GrpcDriver) -> None:
     first = driver.register("e", 8, B)
-    alive = refusal_of(driver, "RegisterExecutor", registration("e", pid=1))
+    alive = refusal_of(driver, "RegisterExecutor", registration("e", pid=2))
     assert told(alive) == (Code.FAILED_PRECONDITION, "EXECUTOR_ALIVE")
     assert alive.metadata == {"executor_id": "e", "epoch": str(first)}
     again = driver.call("RegisterExecutor", registration("e", pid=1, executor_epoch=first))
     assert again.executor_epoch == first
+    lost_reply = driver.call("RegisterExecutor", registration("e", pid=1))
+    assert lost_reply.executor_epoch == first, "the same process asks again for what it was not told"
     driver.clock.unix_ms -= 1000  # a clock that went back grants no old epoch
     driver.kill_executor("e")
     assert driver.register("e", 8, B) == first + 1
