@@ -24,7 +24,8 @@ from kernels.sampling_filter import key_of, load_scaled, relative_probability, s
 from kernels.sampling_noise import gumbel_noise
 from kernels.view import matrix
 
-BLOCK = 1024
+BLOCK = 4096  # logits in a tile
+SEARCH_BLOCK = 1024  # in a tile of the threshold search, which compares each with 16 candidates
 
 
 @triton.jit
@@ -79,6 +80,7 @@ def sample_kernel(
     choice_indices,  # [num_rows] int32
     vocab_size,
     BLOCK: tl.constexpr,
+    SEARCH_BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     logits_row = logits.ptr + row * logits.stride_row
@@ -94,7 +96,9 @@ def sample_kernel(
         threshold = tl.sum(tl.zeros([16], dtype=tl.uint32), axis=0).to(tl.uint32)
         num_ties = vocab_size
         if ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1.0):
-            threshold, num_ties = select_top(logits_row, stride, vocab_size, temperature, largest, top_k, top_p, BLOCK)
+            threshold, num_ties = select_top(
+                logits_row, stride, vocab_size, temperature, largest, top_k, top_p, BLOCK, SEARCH_BLOCK
+            )
         token_id = draw(
             logits_row, stride, vocab_size, temperature, largest, threshold, num_ties, tl.load(min_ps + row),
             tl.load(seeds + row), tl.load(positions + row), tl.load(choice_indices + row), BLOCK,
@@ -121,7 +125,8 @@ def sample_launch(out: torch.Tensor, logits: torch.Tensor, **parameters: torch.T
         tensor = out if name == "out" else parameters[name]
         if tensor.shape != (num_rows,) or tensor.dtype != dtype:
             raise ValueError(f"{name} must be {dtype} of shape ({num_rows},), got {tensor.dtype} {tuple(tensor.shape)}")
-    args = {"out": out, "logits": matrix(logits), **parameters, "vocab_size": vocab_size, "BLOCK": BLOCK}
+    args = {"out": out, "logits": matrix(logits), **parameters, "vocab_size": vocab_size}
+    args |= {"BLOCK": BLOCK, "SEARCH_BLOCK": SEARCH_BLOCK}
     return Launch(sample_kernel, (num_rows,), args, num_warps=8, num_stages=1)
 
 

@@ -51,7 +51,7 @@ def find_threshold(
         shift = tl.full([16], 28, dtype=tl.uint32) - 4 * step
         candidates = threshold | (digits.to(tl.uint32) << shift.to(tl.uint32))
         weight = tl.zeros([16], dtype=tl.float64)
-        for start in range(0, vocab_size, BLOCK):
+        for start in tl.range(0, vocab_size, BLOCK, num_stages=3):  # the next tiles are on their way meanwhile
             token_ids = start + tl.arange(0, BLOCK)
             scaled = load_scaled(logits_row, stride, token_ids, vocab_size, temperature)
             if MASS:
@@ -80,7 +80,9 @@ def weigh_above(logits_row, stride, vocab_size, temperature, largest, threshold,
 
 
 @triton.jit
-def select_top(logits_row, stride, vocab_size, temperature, largest, top_k, top_p, BLOCK: tl.constexpr):
+def select_top(
+    logits_row, stride, vocab_size, temperature, largest, top_k, top_p, BLOCK: tl.constexpr, SEARCH_BLOCK: tl.constexpr
+):
     """top-k, then top-p over its renormalized survivors -> (threshold key, number of ties with it that stay)
 
     Kept are the keys above the threshold and, of those equal to it, the given number with the lowest ids.
@@ -89,7 +91,7 @@ def select_top(logits_row, stride, vocab_size, temperature, largest, top_k, top_
     limited = (top_k > 0) & (top_k < vocab_size)
     if limited:
         threshold = find_threshold(
-            logits_row, stride, vocab_size, temperature, largest, top_k.to(tl.float64), False, BLOCK
+            logits_row, stride, vocab_size, temperature, largest, top_k.to(tl.float64), False, SEARCH_BLOCK
         )
     count, mass = weigh_above(logits_row, stride, vocab_size, temperature, largest, threshold, BLOCK)
     tie = tl.where(limited, relative_probability(value_of(threshold), largest), 0.0).to(tl.float64)
@@ -97,7 +99,7 @@ def select_top(logits_row, stride, vocab_size, temperature, largest, top_k, top_
     if top_p < 1.0:
         target = tl.maximum(top_p.to(tl.float64) * (mass + num_ties * tie), 1e-30)
         if mass >= target:
-            threshold = find_threshold(logits_row, stride, vocab_size, temperature, largest, target, True, BLOCK)
+            threshold = find_threshold(logits_row, stride, vocab_size, temperature, largest, target, True, SEARCH_BLOCK)
             count, mass = weigh_above(logits_row, stride, vocab_size, temperature, largest, threshold, BLOCK)
             tie = relative_probability(value_of(threshold), largest).to(tl.float64)
             num_ties = vocab_size
