@@ -1,0 +1,134 @@
+"""Mapping: what is checked before memory is touched, and views by the reported strides alone."""
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from executor.arena import (
+    Arena,
+    ArenaLayout,
+    KvGeometry,
+    LayerGeometry,
+    LayerLayout,
+    TensorLayout,
+    map_arena,
+    private_arena,
+)
+from octavo.errors import OctavoError
+
+GEOMETRY = KvGeometry(4, "float32", (LayerGeometry(2, 8, 6), LayerGeometry(1, 8, 8)))
+# [token, head, dim] inside, V before K, a gap between the layers: nothing like the usual layout.
+LAYOUT = ArenaLayout(
+    data_offset=64,
+    block_bytes=1024,
+    num_blocks=5,
+    layers=(
+        LayerLayout(k=TensorLayout(192, 32, 64, 4), v=TensorLayout(0, 24, 48, 4)),
+        LayerLayout(k=TensorLayout(512, 32, 32, 4), v=TensorLayout(768, 32, 32, 4)),
+    ),
+)
+SIZE = 64 + 5 * 1024
+
+
+@pytest.fixture
+def path(tmp_path) -> str:
+    file = tmp_path / "arena"
+    file.write_bytes(bytes(SIZE))
+    return str(file)
+
+
+def test_views_lie_where_the_layout_says(path):
+    arena = map_arena(path, SIZE, LAYOUT, GEOMETRY)
+    assert [tuple(view.shape) for layer in arena.views for view in (layer.k, layer.v)] == [
+        (5, 2, 4, 8), (5, 2, 4, 6), (5, 1, 4, 8), (5, 1, 4, 8),
+    ]  # fmt: skip
+    arena.views[0].k[3, 1, 2, 5] = 7.0
+    arena.views[1].v[4, 0, 3, 7] = 9.0
+    data = torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.float32)
+    assert data[(64 + 3 * 1024 + 192 + 32 + 2 * 64 + 5 * 4) // 4] == 7.0
+    assert data[(64 + 4 * 1024 + 768 + 3 * 32 + 7 * 4) // 4] == 9.0
+    assert data.count_nonzero() == 2
+
+
+def test_two_mappings_share_memory_and_copies_read_before_they_write(path):
+    one, two = (map_arena(path, SIZE, LAYOUT, GEOMETRY) for _ in range(2))
+    for block in range(5):
+        one.blocks[block] = block
+    two.copy_blocks(torch.tensor([1, 2, 3]), torch.tensor([2, 3, 1]))
+    assert [one.blocks[block].unique().tolist() for block in range(5)] == [[0], [3], [1], [2], [4]]
+
+
+def test_a_shared_lock_is_held_until_it_is_closed(path):
+    arena = map_arena(path, SIZE, LAYOUT, GEOMETRY)
+    descriptor = os.open(path, os.O_RDWR)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    arena.close()
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(descriptor)
+
+
+def test_a_missing_file_is_an_error_and_stays_missing(tmp_path):
+    """torch.from_file creates what is missing: an executor must not compute into a file that nobody else has."""
+    path = tmp_path / "gone"
+    with pytest.raises(OctavoError, match="cannot open"):
+        map_arena(str(path), SIZE, LAYOUT, GEOMETRY)
+    assert not path.exists()
+
+
+def test_another_size_is_an_error_and_is_not_changed(path):
+    with pytest.raises(OctavoError, match="has 5184 bytes, not the 6208"):
+        map_arena(path, SIZE + 1024, LAYOUT, GEOMETRY)
+    assert os.path.getsize(path) == SIZE
+
+
+def test_a_file_that_is_being_made_or_reclaimed_is_refused(path):
+    descriptor = os.open(path, os.O_RDWR)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with pytest.raises(OctavoError, match="is locked"):
+        map_arena(path, SIZE, LAYOUT, GEOMETRY)
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    ("layout", "geometry", "text"),
+    [
+        (ArenaLayout(64, 1024, 6, LAYOUT.layers), GEOMETRY, "6 blocks of 1024 bytes in 5184"),
+        (ArenaLayout(64, 1024, 1, LAYOUT.layers), GEOMETRY, "1 blocks"),
+        (ArenaLayout(64, 1024, 5, LAYOUT.layers[:1]), GEOMETRY, "1 layers in the layout, 2"),
+        (ArenaLayout(62, 1024, 5, LAYOUT.layers), GEOMETRY, "multiples of 4"),
+        (ArenaLayout(64, 1020, 5, LAYOUT.layers[:1]), KvGeometry(64, "float32", GEOMETRY.layers[:1]), "past its block"),
+        (LAYOUT, KvGeometry(4, "int8", GEOMETRY.layers), "KV dtype int8"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(layout, geometry, text):
+    with pytest.raises(OctavoError, match=text):
+        Arena(torch.zeros(SIZE, dtype=torch.uint8), layout, geometry)
+
+
+def test_a_private_arena_is_full_of_nan():
+    arena = private_arena(KvGeometry(4, "bfloat16", GEOMETRY.layers), 3)
+    assert all(view.isnan().all() for layer in arena.views for view in (layer.k, layer.v))
+    arena.views[0].v[1] = 1
+    assert arena.views[0].k.isnan().all()
+    assert arena.views[1].k.isnan().all()
+
+
+def test_a_pool_of_more_than_two_to_the_31_elements(tmp_path):
+    """Field failure 29: the last blocks of a sparse 12 GiB arena are addressed right."""
+    geometry, per_block = KvGeometry(16, "float32", (LayerGeometry(8, 128, 128),)), 2 * 8 * 16 * 128 * 4
+    num_blocks = 3 * 2**30 // (per_block // 4) + 5
+    file = tmp_path / "sparse"
+    with file.open("wb") as stream:
+        stream.truncate(num_blocks * per_block)
+    where = LayerLayout(TensorLayout(0, 8192, 512, 4), TensorLayout(per_block // 2, 8192, 512, 4))
+    arena = map_arena(str(file), num_blocks * per_block, ArenaLayout(0, per_block, num_blocks, (where,)), geometry)
+    last = num_blocks - 1
+    arena.views[0].v.index_put_((torch.tensor([last]),), torch.tensor(5.0))
+    assert arena.views[0].v.index_select(0, torch.tensor([last])).eq(5).all()
+    with file.open("rb") as stream:
+        stream.seek(last * per_block + per_block // 2)
+        assert torch.frombuffer(bytearray(stream.read()), dtype=torch.float32).eq(5).all()
