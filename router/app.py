@@ -8,12 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 from octavo.metrics import MetricsServer, start_metrics_server
 from octavo.rpc import ServerParts, start_server
-from octavo.v1 import inference_pb2, inference_pb2_grpc
 from router.config import RouterConfig
 from router.link import Link, LoadTokenizer
 from router.metrics import RouterMetrics
 from router.servicer.accounting import AccountingInterceptor
-from router.servicer.servicer import InferenceServicer
+from router.servicer.servicer import SERVICE_NAME, InferenceServicer
 from router.text.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -38,6 +37,7 @@ class Router:
         self._servicer = InferenceServicer(self.link, config, self.metrics)
         self._server: ServerParts | None = None
         self._metrics_server: MetricsServer | None = None
+        self._is_closed = False
 
     async def start(self) -> None:
         """Listen, and begin to connect. Health says NOT_SERVING until a model is served.
@@ -45,16 +45,10 @@ class Router:
         Raises:
             OSError: an address is taken or not ours.
         """
-        service = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
         keepalive_ms = int(self._config.keepalive_s * 1000)
         self._server = await start_server(
             self._config.listen,
-            [
-                (
-                    service,
-                    lambda server: inference_pb2_grpc.add_InferenceServiceServicer_to_server(self._servicer, server),
-                )
-            ],
+            [(SERVICE_NAME, self._servicer.add_to)],
             enable_reflection=self._config.reflection,
             # A client that vanished without a word is found by pings, and its requests end.
             extra_options=(("grpc.keepalive_time_ms", keepalive_ms), ("grpc.keepalive_timeout_ms", keepalive_ms // 3)),
@@ -87,7 +81,10 @@ class Router:
         await self.close()
 
     async def close(self) -> None:
-        """End now: what still lives is refused with UNAVAILABLE, blocks go back, ports are free."""
+        """End now: what still lives is refused with UNAVAILABLE, blocks go back, ports are free. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         if self._server is not None:
             await self._server.set_serving(False)
         await self.link.close()

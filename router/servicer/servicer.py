@@ -18,6 +18,7 @@ from router.observer import Observer
 from router.servicer import reading, writing
 from router.validation import RequestLimits, check_model, check_token_ids, validate
 
+SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 RETRY_AFTER_S = 1.0
 
 
@@ -53,6 +54,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._config = config
         self._observer = observer
         self._limits = RequestLimits(config.max_stop_strings, config.max_stop_string_bytes, config.max_stop_token_ids)
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Registers the service with a server that has not started."""
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(self, server)
 
     async def Generate(self, request: Any, context: grpc.aio.ServicerContext) -> inference_pb2.GenerateResponse:
         """The whole answer."""
