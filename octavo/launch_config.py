@@ -60,8 +60,8 @@ class EngineConfig(_LaunchConfig):
 
     model: str | None = Field(None, description="what the executors run, as --executor.model")
     executors: int = Field(1, ge=1, le=64, description="executors; each listens one port above the one before")
-    cache_service: CacheServiceConfig = Field(default_factory=CacheServiceConfig)
-    executor: ExecutorConfig = Field(default_factory=ExecutorConfig)
+    cache_service: CacheServiceConfig = CacheServiceConfig()
+    executor: ExecutorConfig = ExecutorConfig()
 
     wired = (("executor", "cache_service"), ("executor", "executor_id"))
 
@@ -70,9 +70,9 @@ class ServeConfig(_LaunchConfig):
     """Serve a model: cache service, executor and router, supervised, connected by private Unix sockets."""
 
     model: str | None = Field(None, description="a folder, a .gguf file, a hub id, or demo; as --executor.model")
-    cache_service: CacheServiceConfig = Field(default_factory=CacheServiceConfig)
-    executor: ExecutorConfig = Field(default_factory=ExecutorConfig)
-    router: RouterConfig = Field(default_factory=RouterConfig)
+    cache_service: CacheServiceConfig = CacheServiceConfig()
+    executor: ExecutorConfig = ExecutorConfig()
+    router: RouterConfig = RouterConfig()
 
     wired = (
         ("executor", "cache_service"),
