@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 from cache_service import refusal
 from cache_service.fence import END_OF_SESSION, SessionKey, SessionStep
-from cache_service.geometry import ArenaDescription, KvGeometry
+from cache_service.geometry import ArenaDescription
 from cache_service.lease import Lease, LeaseBook
 from cache_service.manager import BlockManager
 from cache_service.operation import (
@@ -31,6 +31,7 @@ from cache_service.operation import (
     SequenceId,
 )
 from cache_service.prefix import HashFunction, blake2b_key
+from cache_service.registration import Registration, mismatch_of
 from cache_service.registry import Executor, ExecutorRegistry, Process, SessionStanding
 from octavo.errors import FieldViolation, OctavoError, invalid_argument
 
@@ -47,19 +48,6 @@ class ArenaMemory(Protocol):
     def description(self) -> ArenaDescription: ...
 
     def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Registration:
-    """What an executor asks for; see `RegisterExecutorRequest` in cache.proto."""
-
-    executor_id: str
-    executor_epoch: int
-    arena_id: str
-    model_fingerprint: str
-    geometry: KvGeometry
-    kv_bytes: int
-    pid: int = 0  # 0: not to be seen from here
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +143,14 @@ class CacheService:
             raise invalid_argument(
                 FieldViolation("arena_id", f"is {asked.arena_id!r}; this process registered for {executor.arena_id!r}")
             )
-        mismatch = _mismatch(self.find_arena(asked.arena_id).memory.description, asked)
+        mismatch = mismatch_of(self.find_arena(asked.arena_id).memory.description, asked)
         if mismatch is not None:
             raise mismatch
 
     def _make_room(self, asked: Registration) -> None:
         """Remove an arena of another shape, if nobody uses it."""
         arena = self._arenas.get(asked.arena_id)
-        mismatch = _mismatch(arena.memory.description, asked) if arena else None
+        mismatch = mismatch_of(arena.memory.description, asked) if arena else None
         if arena is None or mismatch is None:
             return
         if arena.manager.num_sequences or self._registry.any_alive_on(asked.arena_id):
@@ -394,14 +382,6 @@ class CacheService:
                     f"{arena_id} has {arena.manager.num_sequences} sequences, leases hold {num_held[arena_id]}"
                 )
         return found
-
-
-def _mismatch(holds: ArenaDescription, asked: Registration) -> OctavoError | None:
-    if holds.model_fingerprint != asked.model_fingerprint:
-        return refusal.geometry_mismatch(holds.arena_id, "model", holds.model_fingerprint, asked.model_fingerprint)
-    if holds.geometry != asked.geometry:
-        return refusal.geometry_mismatch(holds.arena_id, "geometry", str(holds.geometry), str(asked.geometry))
-    return None
 
 
 def _barred(lease: Lease, sequence_id: SequenceId) -> OctavoError | None:

@@ -20,8 +20,9 @@ from cache_service.geometry import KvGeometry
 from cache_service.lease import Lease
 from cache_service.operation import Allocation, LeaseId, SequenceId
 from cache_service.process import Watched
+from cache_service.registration import Registration
 from cache_service.registry import Executor
-from cache_service.service import ArenaMemory, CacheService, Registration
+from cache_service.service import ArenaMemory, CacheService
 from cache_service.servicer_messages import (
     allocated_message,
     allocation_of,

@@ -26,7 +26,8 @@ from cache_service.operation import (
     SequenceId,
 )
 from cache_service.prefix import Extras
-from cache_service.service import ManagedArena, Registration
+from cache_service.registration import Registration
+from cache_service.service import ManagedArena
 from octavo.errors import FieldViolation, OctavoError, invalid_argument
 from octavo.rpc import status_of
 from octavo.v1 import cache_pb2

@@ -30,7 +30,8 @@ from cache_service.operation import (
     Release,
 )
 from cache_service.prefix import Extras, HashFunction, blake2b_key
-from cache_service.service import CacheService, Registration
+from cache_service.registration import Registration
+from cache_service.service import CacheService
 from cache_service.servicer import Clock
 from octavo.errors import OctavoError
 from octavo.rpc import error_of, error_of_call, open_channel
