@@ -16,6 +16,7 @@ import grpc
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from octavo.errors import Code, OctavoError
 from octavo.rpc import ServerParts, open_channel, start_server
 from octavo.v1 import cache_pb2, cache_pb2_grpc, executor_pb2, executor_pb2_grpc
 
@@ -108,6 +109,7 @@ class Hooks:
 
     before_step: Callable[[executor_pb2.Step], Awaitable[None]] | None = None
     fail_rows: Callable[[_Row], bool] = lambda row: False
+    breaks_next: bool = False  # the session ends instead of running its next step
     is_open: asyncio.Event = field(default_factory=asyncio.Event)  # cleared: steps wait
 
     def __post_init__(self) -> None:
@@ -135,7 +137,6 @@ class FakeExecutor:
     epoch: int = 0
     _num_sessions: int = 0
     _server: ServerParts | None = None
-    _calls: set[asyncio.Task[Any]] = field(default_factory=set)
 
     @property
     def address(self) -> str:
@@ -177,12 +178,6 @@ class FakeExecutor:
         if self._server is not None:
             await self._server.server.stop(0)
         await self._channel.close()
-
-    async def break_sessions(self) -> None:
-        """All connections break; the process lives."""
-        for task in list(self._calls):
-            task.cancel()
-        await asyncio.sleep(0)
 
     def info(self) -> executor_pb2.GetExecutorInfoResponse:
         return executor_pb2.GetExecutorInfoResponse(
@@ -241,6 +236,9 @@ class FakeExecutor:
             if step.step_id != last_applied + 1:
                 yield executor_pb2.SessionResponse(gap=executor_pb2.StepGap(last_applied_step=last_applied))
                 continue
+            if self.hooks.breaks_next:
+                self.hooks.breaks_next = False
+                raise OctavoError(Code.UNAVAILABLE, "BROKEN", "the test broke this session")
             try:
                 await self.hooks.is_open.wait()
                 if self.hooks.before_step is not None:
@@ -325,11 +323,5 @@ class _ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         return self._executor.info()
 
     async def Session(self, request_iterator: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        task = asyncio.current_task()
-        assert task is not None
-        self._executor._calls.add(task)
-        try:
-            async for response in self._executor.session(aiter(request_iterator)):
-                yield response
-        finally:
-            self._executor._calls.discard(task)
+        async for response in self._executor.session(aiter(request_iterator)):
+            yield response

@@ -172,4 +172,4 @@ async def running_stack(
             with suppress(grpc.aio.AioRpcError):
                 await router.close()
             await cache_channel.close()
-            await executor.stop()
+            await stack.executor.stop()

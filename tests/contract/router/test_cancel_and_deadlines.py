@@ -202,4 +202,5 @@ async def test_a_deadline_in_the_middle_of_a_long_prefill(source: str) -> None:
         assert 0 < sum(sum(step.num_tokens) for step in stack.executor.steps) < 200
         await asyncio.sleep(0.1)
         assert len(stack.executor.steps) == num_steps
-        assert stack.metric("octavo_grpc_requests_total", grpc_code="DEADLINE_EXCEEDED", method="Generate") == 1
+        late = {"grpc_code": "DEADLINE_EXCEEDED", "method": "Generate"}
+        assert await until(lambda: stack.metric("octavo_grpc_requests_total", **late) == 1)

@@ -1,0 +1,151 @@
+"""Parts that die under running requests, and come back: streams go on where they can, and say so where they cannot."""
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from octavo.errors import Code
+from octavo.rpc import error_of_call, open_channel
+from octavo.v1 import cache_pb2, inference_pb2
+from tests.fakes import Hooks
+from tests.stacks import Stack, running_stack, until
+
+TOKENS = {"max_tokens": 60, "ignore_eos": True}
+SERVICE = "octavo.v1.InferenceService"
+depths = pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+
+
+async def slow(_: Any) -> None:
+    await asyncio.sleep(0.003)
+
+
+async def health(stack: Stack) -> Any:
+    stub = health_pb2_grpc.HealthStub(stack.channel)
+    return (await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE))).status
+
+
+async def wait_for_tokens(stack: Stack, count: int) -> None:
+    assert await until(lambda: stack.metric("octavo_generation_tokens_total") >= count)
+
+
+@depths
+async def test_streams_go_on_when_a_session_breaks(source: str, max_steps_in_flight: int) -> None:
+    """All rows are sent again with tables and computed length: nothing acknowledged is computed twice."""
+    async with running_stack(source, config={"max_steps_in_flight": max_steps_in_flight}) as stack:
+        whole = [await stack.generate(letter * 9, stopping=TOKENS, cache={"bypass": True}) for letter in "abc"]
+        before = stack.metric("octavo_generation_tokens_total")
+        stack.executor.hooks.before_step = slow
+        calls = [
+            asyncio.create_task(stack.generate(letter * 9, stopping=TOKENS, cache={"bypass": True})) for letter in "abc"
+        ]
+        await wait_for_tokens(stack, before + 30)
+        num_steps = len(stack.executor.steps)
+        stack.executor.hooks.breaks_next = True
+        for call, expected in zip(calls, whole, strict=True):
+            assert (await call).choices[0].text == expected.choices[0].text
+        resent = [start for step in stack.executor.steps[num_steps:] for start in step.started_rows]
+        assert len(resent) == 3
+        assert all(start.num_computed_tokens >= 9 for start in resent)
+        assert all(len(start.token_ids) - start.num_computed_tokens == 1 for start in resent)
+        assert stack.metric("octavo_generation_tokens_total") == before + 180
+        await stack.settle()
+
+
+@depths
+async def test_streams_go_on_with_the_replacement_of_a_dead_executor(source: str, max_steps_in_flight: int) -> None:
+    async with running_stack(source, config={"max_steps_in_flight": max_steps_in_flight}) as stack:
+        whole = await stack.generate("x" * 9, stopping=TOKENS, cache={"bypass": True})
+        stack.executor.hooks.before_step = slow
+        call = asyncio.create_task(stack.generate("x" * 9, stopping=TOKENS, cache={"bypass": True}))
+        await wait_for_tokens(stack, 60 + 20)
+        dead = stack.executor
+        await dead.stop()
+        assert await until(lambda: not stack.router.link.is_ready)
+        assert await health(stack) == health_pb2.HealthCheckResponse.NOT_SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stack.generate()
+        assert error_of_call(caught.value).reason == "NO_EXECUTOR"
+        stack.process.die()
+        stack.process.is_dead = False  # the next process of this id
+        stack.executor = replace(dead, listen=dead.address, hooks=Hooks(), steps=[], rows={})
+        await stack.executor.start()
+        assert (await call).choices[0].text == whole.choices[0].text
+        assert stack.executor.steps[0].started_rows[0].num_computed_tokens >= 9 + 18
+        assert await health(stack) == health_pb2.HealthCheckResponse.SERVING
+        await stack.settle()
+
+
+async def test_requests_fail_when_the_executor_stays_away(source: str) -> None:
+    async with running_stack(source, config={"recovery_grace_s": 0.2}) as stack:
+        stack.executor.hooks.before_step = slow
+        call = asyncio.create_task(stack.generate(stopping=TOKENS))
+        await wait_for_tokens(stack, 5)
+        await stack.executor.stop()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        error = error_of_call(caught.value)
+        assert (error.code, error.reason, error.retry_after_s) == (Code.UNAVAILABLE, "ENGINE_LOST", 1.0)
+
+
+async def test_a_lost_lease_fails_what_ran_and_a_new_one_serves(source: str) -> None:
+    async with running_stack(source) as stack:
+        stack.executor.hooks.before_step = slow
+        epoch = stack.router.link.router_epoch
+        call = asyncio.create_task(stack.generate(stopping=TOKENS))
+        await wait_for_tokens(stack, 5)
+        # Somebody else opens a lease in this router's name: a replacement of it.
+        await stack.cache.OpenLease(cache_pb2.OpenLeaseRequest(client_id="router-under-test"))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        error = error_of_call(caught.value)
+        assert (error.code, error.retry_after_s) == (Code.UNAVAILABLE, 1.0)
+        assert await until(lambda: stack.router.link.router_epoch > epoch and stack.router.link.is_ready)
+        assert (await stack.generate(stopping=TOKENS)).usage.generated_tokens == 60
+        await stack.settle()
+
+
+async def test_a_lease_outlives_idle_time(source: str) -> None:
+    """Kept alive in the background; the answer after it comes from the same lease."""
+    async with running_stack(source, config={"lease_ttl_s": 0.3}) as stack:
+        epoch = stack.router.link.router_epoch
+        await asyncio.sleep(1.0)
+        assert (await stack.generate(stopping={"max_tokens": 3})).usage.generated_tokens == 3
+        assert stack.router.link.router_epoch == epoch
+
+
+async def test_cancelled_blocks_come_free_at_the_acknowledgement(source: str) -> None:
+    """Field failure 10: fenced while the step is in flight, free as soon as its result is here."""
+    async with running_stack(source, config={"lease_ttl_s": 60}) as stack:
+        stack.executor.hooks.is_open.clear()
+        call = asyncio.create_task(stack.generate(request_id="target", stopping=TOKENS))
+        assert await until(lambda: bool(stack.engine.roster.running))
+        await asyncio.sleep(0.05)
+        await stack.stub.Cancel(inference_pb2.CancelRequest(request_id="target"))
+        await call
+
+        async def is_fenced() -> bool:
+            return (await stack.arena()).fenced_blocks > 0
+
+        assert await until(is_fenced)
+        stack.executor.hooks.is_open.set()
+        began = time.monotonic()
+        await stack.settle()
+        assert time.monotonic() - began < 1.0, "the acknowledgement did not wait for the next keep-alive"
+
+
+async def test_a_second_router_serves_the_same_executor_address_book(source: str) -> None:
+    """GetServerInfo tells routers apart; health and reflection names are there."""
+    async with running_stack(source) as stack, open_channel(f"127.0.0.1:{stack.router.port}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        assert (await stub.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING
+        info = await stack.stub.GetServerInfo(inference_pb2.GetServerInfoRequest())
+        assert (info.router_id, info.router_epoch) == ("router-under-test", stack.router.link.router_epoch)
+        assert info.limits.max_running_requests == 16, "the executor's rows, not the option"
+        assert info.limits.max_tokens_per_step == 64
+        models = (await stack.stub.ListModels(inference_pb2.ListModelsRequest())).models
+        assert [(model.name, model.block_size, model.num_blocks) for model in models] == [("scripted", 4, 64)]

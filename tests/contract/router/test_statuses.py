@@ -1,0 +1,190 @@
+"""Every status of the public API that applies, with its details."""
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+
+from octavo.errors import Code, OctavoError
+from octavo.rpc import PUSHBACK_KEY, error_of_call, open_channel
+from octavo.v1 import executor_pb2, inference_pb2, inference_pb2_grpc
+from router.app import Router
+from router.config import RouterConfig
+from tests.fakes import StepRefusedError
+from tests.stacks import Stack, request, running_stack, until
+
+LONG = {"max_tokens": 100, "ignore_eos": True}
+
+
+async def failed_call(stack: Stack, prompt: str = "hi?", **fields: Any) -> tuple[OctavoError, dict[str, Any]]:
+    """The error of a call and its trailers; the stream of the same request must fail alike."""
+    with pytest.raises(grpc.aio.AioRpcError) as streamed:
+        await stack.stream(prompt, **fields)
+    with pytest.raises(grpc.aio.AioRpcError) as unary:
+        await stack.generate(prompt, **fields)
+    error = error_of_call(unary.value)
+    assert repr(error) == repr(error_of_call(streamed.value))
+    return error, dict(list(unary.value.trailing_metadata()))
+
+
+async def test_invalid_argument_has_the_violations(source: str) -> None:
+    async with running_stack(source) as stack:
+        error, _ = await failed_call(stack, sampling={"top_p": 2.0})
+        assert (error.code, error.reason) == (Code.INVALID_ARGUMENT, "INVALID_FIELD")
+        assert error.violations[0].field == "sampling.top_p"
+        assert "(0, 1]" in error.violations[0].description
+        assert stack.metric("octavo_admission_rejections_total", reason="invalid_field") == 2
+        assert await until(lambda: stack.metric("octavo_grpc_requests_total", grpc_code="INVALID_ARGUMENT") == 2)
+
+
+async def test_not_found_names_what_is_served(source: str) -> None:
+    async with running_stack(source) as stack:
+        error, _ = await failed_call(stack, model="gpt-17")
+        assert (error.code, error.reason, error.metadata) == (Code.NOT_FOUND, "MODEL_NOT_FOUND", {"served": "scripted"})
+        assert (await stack.generate(model="scripted", stopping={"max_tokens": 1})).model == "scripted"
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stack.stub.Tokenize(inference_pb2.TokenizeRequest(model="gpt-17", text="x"))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_resource_exhausted_says_when_to_come_back(source: str) -> None:
+    async with running_stack(source, max_rows=1, config={"max_queued_requests": 1}) as stack:
+        stack.executor.hooks.is_open.clear()
+        running = asyncio.create_task(stack.generate(stopping=LONG))
+        assert await until(lambda: len(stack.engine.roster.running) == 1)
+        queued = asyncio.create_task(stack.generate(stopping=LONG))
+        assert await until(lambda: len(stack.engine.roster.waiting) == 1)
+        error, trailers = await failed_call(stack)
+        assert (error.code, error.reason) == (Code.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+        assert error.retry_after_s == 1.0
+        assert trailers[PUSHBACK_KEY] == "1000"
+        assert error.metadata == {"queued": "1", "max_queued_requests": "1"}
+        load = (await stack.stub.GetLoad(inference_pb2.GetLoadRequest())).models[0]
+        assert (load.running_requests, load.waiting_requests) == (1, 1)
+        assert stack.metric("octavo_num_requests_waiting_by_reason", reason="capacity") == 1
+        stack.executor.hooks.is_open.set()
+        await asyncio.gather(running, queued)
+        await stack.settle()
+
+
+async def test_failed_precondition_has_the_numbers(source: str) -> None:
+    async with running_stack(source, max_context_tokens=50) as stack:
+        error, _ = await failed_call(stack, "x" * 40, stopping={"max_tokens": 11})
+        assert (error.code, error.reason) == (Code.FAILED_PRECONDITION, "NEVER_FITS")
+        assert (error.metadata["prompt_tokens"], error.metadata["max_context_tokens"]) == ("40", "50")
+        error, _ = await failed_call(stack, "x" * 40, stopping={"min_tokens": 11})
+        assert error.metadata == {"min_tokens": "11", "room": "10"}
+        await stack.generate("x" * 40, stopping={"max_tokens": 10})
+
+
+async def test_unavailable_before_any_executor(source: str) -> None:
+    router = Router(
+        RouterConfig(listen="127.0.0.1:0", metrics_listen="", executor="127.0.0.1:1", cache_service="127.0.0.1:1")
+    )
+    await router.start()
+    async with open_channel(f"127.0.0.1:{router.port}") as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Generate(request())
+        error = error_of_call(caught.value)
+        assert (error.code, error.reason, error.retry_after_s) == (Code.UNAVAILABLE, "NO_EXECUTOR", 1.0)
+        assert (PUSHBACK_KEY, "1000") in list(caught.value.trailing_metadata())
+        assert not (await stub.ListModels(inference_pb2.ListModelsRequest())).models
+        assert not (await stub.GetLoad(inference_pb2.GetLoadRequest())).models
+        assert (await stub.GetServerInfo(inference_pb2.GetServerInfoRequest())).limits.max_queued_requests == 256
+    await router.close()
+
+
+async def test_unavailable_while_draining_and_live_requests_end(source: str) -> None:
+    """Field failure 37: a drain with streams and none; new calls are refused, live ones end whole."""
+    async with running_stack(source, config={"drain_accept_window_s": 0}) as stack:
+        stack.executor.hooks.is_open.clear()
+        live = asyncio.create_task(stack.generate(stopping={"max_tokens": 20}))
+        assert await until(lambda: len(stack.engine.roster.running) == 1)
+        draining = asyncio.create_task(stack.router.drain())
+        assert await until(lambda: stack.router.link.is_draining)
+        error, _ = await failed_call(stack)
+        assert (error.code, error.reason, error.retry_after_s) == (Code.UNAVAILABLE, "DRAINING", 1.0)
+        stack.executor.hooks.is_open.set()
+        assert (await live).usage.generated_tokens == 20
+        await draining
+        stats = await stack.arena()
+        assert (stats.num_sequences, stats.used_blocks, stats.fenced_blocks) == (0, 0, 0)
+
+
+async def test_a_drain_that_runs_out_of_grace_ends_with_unavailable(source: str) -> None:
+    async with running_stack(source, config={"drain_grace_s": 0.1}) as stack:
+        stack.executor.hooks.is_open.clear()
+        live = asyncio.create_task(stack.generate(stopping=LONG))
+        assert await until(lambda: len(stack.engine.roster.running) == 1)
+        draining = asyncio.create_task(stack.router.drain())
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await live
+        assert error_of_call(caught.value).reason == "DRAINING"
+        stack.executor.hooks.is_open.set()
+        await draining
+
+
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+async def test_a_failed_step_is_internal_for_its_rows_and_the_engine_lives_on(
+    source: str, max_steps_in_flight: int
+) -> None:
+    failures = 0
+
+    async def fail_long_prompts(step: executor_pb2.Step) -> None:
+        nonlocal failures
+        if any(len(start.token_ids) == 9 for start in step.started_rows):
+            failures += 1
+            raise StepRefusedError("OUT_OF_MEMORY", "no memory for this step")
+
+    async with running_stack(source, config={"max_steps_in_flight": max_steps_in_flight}) as stack:
+        stack.executor.hooks.before_step = fail_long_prompts
+        error, _ = await failed_call(stack, "nine long")
+        assert (error.code, error.reason, error.metadata) == (Code.INTERNAL, "STEP_FAILED", {"reason": "OUT_OF_MEMORY"})
+        assert failures == 2
+        assert (await stack.generate("short", stopping={"max_tokens": 30})).usage.generated_tokens == 30
+        await stack.settle()
+        assert stack.metric("octavo_request_success_total", finished_reason="error") == 2
+
+
+@pytest.mark.parametrize("max_steps_in_flight", [1, 2])
+async def test_rows_beside_and_behind_a_failed_step(source: str, max_steps_in_flight: int) -> None:
+    """Steps sent behind the failed one are refused as gaps; what they carried goes out again."""
+    config = {"max_steps_in_flight": max_steps_in_flight, "max_tokens_per_step": 3}
+    async with running_stack(source, config=config) as stack:
+        num_seen = 0
+
+        async def fail_one(step: executor_pb2.Step) -> None:
+            nonlocal num_seen
+            num_seen += 1
+            if num_seen == 9:
+                raise StepRefusedError("MODEL_ERROR", "no luck")
+
+        stack.executor.hooks.before_step = fail_one
+        calls = [stack.generate(letter * 7, stopping={"max_tokens": 12, "ignore_eos": True}) for letter in "abcde"]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        errors = [result for result in results if isinstance(result, grpc.aio.AioRpcError)]
+        assert 1 <= len(errors) <= 3
+        assert all(error_of_call(error).metadata == {"reason": "MODEL_ERROR"} for error in errors)
+        for letter, result in zip("abcde", results, strict=True):
+            if not isinstance(result, BaseException):
+                stack.executor.hooks.before_step = None
+                again = await stack.generate(letter * 7, stopping={"max_tokens": 12, "ignore_eos": True})
+                assert again.choices[0].text == result.choices[0].text
+        await stack.settle()
+
+
+async def test_a_failed_row_fails_alone(source: str) -> None:
+    async with running_stack(source) as stack:
+        stack.executor.hooks.fail_rows = lambda row: row.tokens[0] == ord("b")
+        good, bad = await asyncio.gather(
+            stack.generate("good", stopping={"max_tokens": 9}),
+            stack.generate("bad", stopping={"max_tokens": 9}),
+            return_exceptions=True,
+        )
+        assert isinstance(good, inference_pb2.GenerateResponse)
+        assert isinstance(bad, grpc.aio.AioRpcError)
+        error = error_of_call(bad)
+        assert (error.code, error.metadata) == (Code.INTERNAL, {"reason": "LOGITS_NOT_FINITE"})
+        await stack.settle()
