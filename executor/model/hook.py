@@ -19,7 +19,12 @@ IMPLEMENTATION = "octavo_paged"
 
 _SUPPORTED = frozenset({"scaling", "sliding_window", "softcap"})
 # Say nothing about what is computed here: no cache, no dropout, no weights out, positions already in query and key.
-_HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states"})
+_HARMLESS = frozenset(
+    {
+        *("position_ids", "cache_position", "use_cache"),
+        *("output_attentions", "output_hidden_states", "output_router_logits"),
+    }
+)
 _HARMLESS_VALUES: Mapping[str, tuple[Any, ...]] = {"dropout": (0.0,), "is_causal": (True,)}
 
 

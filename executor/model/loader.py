@@ -92,6 +92,8 @@ def _load_module(
                 **extra,
             )
     except Exception as error:
+        if isinstance(error, KeyError) and IMPLEMENTATION in error.args:
+            raise unsupported(f"{config.model_type} does not take its attention from AttentionInterface") from error
         raise _not_loadable(source, error) from error
     _check_complete(source, info)
     return module.eval()

@@ -10,16 +10,26 @@ from torch import nn
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     MambaConfig,
     MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2Config,
     T5Config,
 )
 
-from executor.arena import KvGeometry
+from executor.arena import KvGeometry, LayerGeometry
 from executor.attention_torch import TorchAttention
 from executor.kernels_conflict import check_kernels
 from executor.model import verify
@@ -82,17 +92,68 @@ def save(model, folder: Path) -> Path:
 SMALL = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2}
 
 
-def test_state_space_and_alibi_models_are_refused(tmp_path):
-    mamba = save(MambaForCausalLM(MambaConfig(**SMALL, state_size=4)), tmp_path / "mamba")
-    bloom = save(BloomForCausalLM(BloomConfig(vocab_size=50, hidden_size=32, n_layer=2, n_head=2)), tmp_path / "bloom")
-    for folder in (mamba, bloom):
-        assert refusal(load_model, resolve_model(str(folder)), "float32")
+HEADS = {"num_attention_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64}
+EXPERTS = {"num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "text"),
+    [
+        (MambaForCausalLM, MambaConfig(**SMALL, state_size=4), "a layer of type linear_attention"),
+        (
+            BloomForCausalLM,
+            BloomConfig(vocab_size=50, hidden_size=32, n_layer=2, n_head=2),
+            "does not call its attention",
+        ),
+        (FalconForCausalLM, FalconConfig(**SMALL, num_attention_heads=2), "does not take its attention"),
+        (
+            GptOssForCausalLM,
+            GptOssConfig(**SMALL, **HEADS, **EXPERTS, num_key_value_heads=1, head_dim=16, num_local_experts=4),
+            "s_aux",
+        ),
+    ],
+)
+def test_families_that_need_more_than_kv_are_refused_with_the_reason(tmp_path, kind, config, text):
+    assert text in refusal(load_model, resolve_model(str(save(kind(config), tmp_path))), "float32")
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "layer"),
+    [
+        (GPT2LMHeadModel, GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=2), LayerGeometry(2, 16, 16)),
+        (
+            MixtralForCausalLM,
+            MixtralConfig(**SMALL, **HEADS, **EXPERTS, num_key_value_heads=1, num_local_experts=4),
+            LayerGeometry(1, 16, 16),
+        ),
+        (
+            DeepseekV3ForCausalLM,
+            DeepseekV3Config(
+                **{**SMALL, **HEADS, **EXPERTS, "num_key_value_heads": 2, "moe_intermediate_size": 16},
+                n_routed_experts=4,
+                n_group=2,
+                topk_group=1,
+                first_k_dense_replace=1,
+                kv_lora_rank=8,
+                q_lora_rank=8,
+                qk_rope_head_dim=8,
+                qk_nope_head_dim=16,
+                v_head_dim=16,
+            ),
+            LayerGeometry(2, 24, 16),
+        ),
+    ],
+)
+def test_families_of_other_shapes_pass_the_proof(tmp_path, kind, config, layer):
+    """Learned positions, experts, and a V of another head size than K."""
+    loaded = load_model(resolve_model(str(save(kind(config), tmp_path))), "float32")
+    assert loaded.layers == (layer, layer)
+    assert verify_model(loaded, TorchAttention(), KvGeometry(4, "float32", loaded.layers)) < 1e-3
 
 
 def test_a_window_without_layer_types_is_taken_from_the_call(tmp_path):
     """Mistral says its window in one number."""
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 48}
-    model = MistralForCausalLM(MistralConfig(**SMALL, **heads, sliding_window=3))
+    model = MistralForCausalLM(MistralConfig(**SMALL, **HEADS, num_key_value_heads=1, sliding_window=3))
     loaded = load_model(resolve_model(str(save(model, tmp_path))), "float32")
     assert verify_model(loaded, TorchAttention(), KvGeometry(4, "float32", loaded.layers)) < 1e-3
 
