@@ -13,25 +13,22 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from octavo.errors import Code, OctavoError
-from router import admission, scheduler
+from router import scheduler
+from router.capacity import Capacity
 from router.delivery import Ending, accept_token
 from router.ids import SessionKey, StepId
 from router.live import LiveRequest, Phase
 from router.model import Model
 from router.observer import Observer
-from router.outbox import Allocated, Allocation, Commit, Extended, Extension, Outbox, Release
+from router.outbox import Allocated, Allocation, Extended, Extension, Outbox
 from router.request import CheckedRequest, FinishReason, RequestSpec
 from router.roster import Roster
-from router.scheduler import Row
 from router.step import Outcome, Step, StepFailed, StepResult
 from router.steps import SentRun, SessionSteps
 from router.stream import Completed, Finished, Started
 from router.text.answer import AnswerText
 
 log = logging.getLogger(__name__)
-
-# Blocks can come free at others' hands (other routers, fences that lift), which nobody tells us.
-RETRY_BLOCKS_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +75,7 @@ class Engine:
         self._wakeup = asyncio.Event()
         self._outcomes: list[Outcome] = []
         self._steps: SessionSteps | None = None
-        # Out of blocks: who waits is tried again when a request ended, or after a while.
-        self._retry_admission_at: float | None = None
-        self._is_closed_by_preemption = False
-        self._is_short_of_blocks = False
-        self._retry_extension_at: float | None = None
-        self._hold_extensions_until = StepId(0)
+        self._capacity = Capacity(model, limits.slack_blocks, self.roster, outbox, observer)
 
     # ------------------------------------------------------------------------------------------- calls of the servicer
 
@@ -123,18 +115,13 @@ class Engine:
         for live in self.roster:
             self._fail(live, error)
 
-    @property
-    def used_blocks(self) -> int:
-        """Blocks that running requests hold; a shared one counts for each."""
-        return sum(len(live.block_ids) for live in list(self.roster.running.values()))
-
     def sent_steps(self) -> dict[SessionKey, StepId]:
         """The highest step that was sent to the session: what it may still write."""
         return {self._steps.key: self._steps.last_sent} if self._steps and self._steps.last_sent else {}
 
     def load(self) -> Load:
         """How busy it is now."""
-        ratio = min(1.0, self.used_blocks / max(1, self.model.num_usable_blocks))
+        ratio = min(1.0, self._capacity.used_blocks / max(1, self.model.num_usable_blocks))
         return Load(len(self.roster.running), self.roster.num_queued, ratio)
 
     # ------------------------------------------------------------------------------------- what other processes answer
@@ -155,7 +142,7 @@ class Engine:
             self._outbox.forget_session(self._steps.key)
         self._steps = None
         self._outcomes.clear()
-        self._hold_extensions_until = StepId(0)
+        self._capacity.forget_session()
 
     def on_outcome(self, outcome: Outcome) -> None:
         """A step's result is here."""
@@ -169,10 +156,9 @@ class Engine:
             return
         self._wakeup.set()
         if outcome.error is None:
-            self._start(live, outcome)
+            self._begin(live, outcome)
         elif outcome.error.code is Code.RESOURCE_EXHAUSTED:
-            self.roster.refuse_allocation(live)
-            self._retry_admission_at = self._clock() + RETRY_BLOCKS_S
+            self._capacity.take_refusal(live, self._clock())
         else:
             self._fail(live, outcome.error)
 
@@ -184,11 +170,9 @@ class Engine:
         self._wakeup.set()
         live.is_extending = False
         if outcome.error is None:
-            live.block_ids += outcome.block_ids
-            live.row.capacity_tokens = len(live.block_ids) * self.model.block_size
-            live.was_extend_refused = not outcome.block_ids
+            self._capacity.take_extension(live, outcome)
         elif outcome.error.code is Code.RESOURCE_EXHAUSTED:
-            self._is_short_of_blocks = True
+            self._capacity.take_shortage()
         else:
             self._fail(live, outcome.error)
 
@@ -196,27 +180,26 @@ class Engine:
 
     async def run(self) -> None:
         """Turn whenever something happened. Ends only by cancellation or by an error of its own."""
+        loop = asyncio.get_running_loop()
         while True:
+            now = self._clock()
+            self.turn(now)
+            retry_at = self._capacity.next_retry_after(now)
             try:
-                async with asyncio.timeout_at(self._next_retry_at()):
+                async with asyncio.timeout_at(None if retry_at is None else loop.time() + retry_at - now):
                     await self._wakeup.wait()
             except TimeoutError:
                 pass
             self._wakeup.clear()
-            self.turn()
 
-    def turn(self) -> None:
-        """Everything that can be done now."""
+    def turn(self, now: float) -> None:
+        """Everything that can be done now, in this order. Without a session nothing runs and nobody is admitted."""
         self._receive()
-        self._preempt()
-        self._admit()
-        self._extend()
-        self._send()
-
-    def _next_retry_at(self) -> float | None:
-        """When to turn without being woken, in the time of the event loop."""
-        retries = [moment for moment in (self._retry_admission_at, self._retry_extension_at) if moment is not None]
-        return asyncio.get_running_loop().time() + max(0.0, min(retries) - self._clock()) if retries else None
+        if self._steps is not None:
+            self._capacity.preempt(self._steps, now)
+            self._capacity.admit(now)
+            self._capacity.extend(self._steps, now)
+            self._send(self._steps)
 
     def _receive(self) -> None:
         outcomes, self._outcomes = self._outcomes, []
@@ -259,7 +242,7 @@ class Engine:
         if ending is not None:
             self._finish(live, ending)
         else:
-            self._commit(live)
+            self._capacity.commit(live)
 
     def _time_token(self, live: LiveRequest, now: float) -> None:
         times = live.times
@@ -270,103 +253,21 @@ class Engine:
             self._observer.on_next_token(now - times.last_token)
         times.last_token = now
 
-    def _commit(self, live: LiveRequest) -> None:
-        """Tell the cache service of blocks that became full: from now on others can find them."""
-        if live.phase is not Phase.RUNNING:
-            return
-        num_full = live.row.num_computed // self.model.block_size
-        if num_full > live.num_committed_blocks:
-            live.num_committed_blocks = num_full
-            self._outbox.commit(_commit_of(live))
-
     def _drop_failed_step(self, steps: SessionSteps, failed: StepFailed) -> None:
         sent = steps.fail(failed.step_id)
         log.error("step %d failed with %s: %s", failed.step_id, failed.reason, failed.message)
         for sent_run in sent.runs:
             self._fail(sent_run.live, _internal(failed.reason, failed.message))
 
-    # --------------------------------------------------------------------------------------------- who comes and goes
-
-    def _preempt(self) -> None:
-        """Out of blocks: the newest of the lowest priority gives up its own, and is computed again later."""
-        if not self._is_short_of_blocks:
-            return
-        self._is_short_of_blocks = False
-        victim = admission.choose_victim(live.row for live in self.roster.running.values())
-        if victim is None:
-            self._retry_extension_at = self._clock() + RETRY_BLOCKS_S
-            return
-        live = self.roster.running[victim.slot]
-        live.num_preemptions += 1
-        self._release(live)
-        self.roster.preempt(live)
-        # Nobody comes in before somebody ended, or the same request would be preempted again and again.
-        self._is_closed_by_preemption = True
-        if self._steps is not None and live.num_steps_in_flight:
-            self._hold_extensions_until = self._steps.last_sent
-        self._observer.on_preempted()
-
-    def _admit(self) -> None:
-        roster, now = self.roster, self._clock()
-        if not roster.running and not roster.allocating:
-            self._is_closed_by_preemption = False
-        if self._steps is None or self._is_closed_by_preemption:
-            return
-        num_places = roster.num_free_slots - len(roster.allocating)
-        if self._retry_admission_at is not None:
-            if now < self._retry_admission_at or roster.allocating:
-                return
-            num_places = min(1, num_places)  # who was refused is tried alone: nobody passes it again and again
-        for live in roster.waiting[: max(0, num_places)]:
-            if live.num_steps_in_flight:
-                break
-            self._allocate(live)
-
-    def _allocate(self, live: LiveRequest) -> None:
-        checked = live.checked
-        self.roster.begin_allocation(live)
-        num_waiting = len(self.roster.waiting) if self._retry_admission_at is not None else 0
-        most = admission.blocks_for(live.spec.max_kv_tokens, self.model.block_size)
-        slack = admission.slack_blocks(self.limits.slack_blocks, self.used_blocks, self.model, num_waiting)
-        slack = min(slack, most - admission.blocks_for(len(live.tokens), self.model.block_size))
-        allocation = Allocation(live.sequence_id, tuple(live.tokens), checked.salt, max(0, slack), checked.bypass_cache)
-        self._outbox.allocate(allocation)
-
-    def _start(self, live: LiveRequest, outcome: Allocated) -> None:
-        self._retry_admission_at = None
-        slot = self.roster.take_slot(live)
-        num_tokens, num_cached = len(live.tokens), outcome.num_cached_tokens
-        capacity = len(outcome.block_ids) * self.model.block_size
-        row = Row(slot, live.order, num_tokens, num_cached, num_cached, capacity, live.spec.max_kv_tokens)
-        live.begin_row(row, list(outcome.block_ids))
-        live.num_committed_blocks = num_cached // self.model.block_size
+    def _begin(self, live: LiveRequest, outcome: Allocated) -> None:
+        self._capacity.take_allocation(live, outcome)
         if live.num_cached_tokens is None:
-            live.num_cached_tokens = num_cached
-            self._observer.on_admitted(num_tokens, num_cached)
+            live.num_cached_tokens = outcome.num_cached_tokens
+            self._observer.on_admitted(len(live.tokens), outcome.num_cached_tokens)
             live.stream.start(_started(live))
 
-    def _extend(self) -> None:
-        """Ask for blocks ahead of need, so that no decode step waits for them."""
-        if self._retry_extension_at is not None and self._clock() < self._retry_extension_at:
-            return
-        self._retry_extension_at = None
-        steps, model = self._steps, self.model
-        if steps is None or (steps.num_in_flight and steps.last_result < self._hold_extensions_until):
-            return
-        num_waiting = len(self.roster.waiting)
-        slack = admission.slack_blocks(self.limits.slack_blocks, self.used_blocks, model, num_waiting)
-        for live in self.roster.running.values():
-            if live.is_extending:
-                continue
-            have = len(live.block_ids)
-            grown = admission.growth(live.row, have, slack, model.block_size, was_refused=live.was_extend_refused)
-            if grown is not None:
-                live.is_extending = True
-                self._outbox.extend(Extension(live.sequence_id, have, grown.need_blocks, grown.want_blocks))
-
-    def _send(self) -> None:
-        steps = self._steps
-        while steps is not None and steps.num_in_flight < self.limits.max_steps_in_flight:
+    def _send(self, steps: SessionSteps) -> None:
+        while steps.num_in_flight < self.limits.max_steps_in_flight:
             began = self._clock()
             rows = [live.row for live in self.roster.running.values()]
             runs = scheduler.plan(rows, self.limits.max_tokens_per_step)
@@ -402,11 +303,7 @@ class Engine:
 
     def _end(self, live: LiveRequest, outcome: str) -> None:
         """Give back all that the request holds."""
-        if live.phase in (Phase.RUNNING, Phase.ALLOCATING):
-            self._release(live)
-            self._retry_admission_at = None
-            self._retry_extension_at = None
-            self._is_closed_by_preemption = False
+        self._capacity.release(live, self._steps)
         now = self._clock()
         usage, timing = live.usage(), live.timing(now)
         self._observer.on_ended(outcome, usage, timing, now - live.times.arrived)
@@ -416,27 +313,9 @@ class Engine:
         self.roster.end(live)
         self._wakeup.set()
 
-    def _release(self, live: LiveRequest) -> None:
-        """Blocks back to the cache service, committed as far as computed; the row leaves the executor."""
-        commit = None
-        if live.phase is Phase.RUNNING:
-            commit = _commit_of(live)
-            if live.is_at_executor and self._steps is not None:
-                self._steps.retire(live.row.slot)
-        free_after = tuple((key, step_id) for key, step_id in live.free_after.items())
-        self._outbox.release(Release(live.sequence_id, commit, free_after))
-
 
 def _started(live: LiveRequest) -> Started:
     return Started(live.request_id, live.usage().prompt_tokens, live.num_cached_tokens or 0, live.checked.sampling.seed)
-
-
-def _commit_of(live: LiveRequest) -> Commit:
-    """All that is computed, with the ids that the cache service does not know yet."""
-    num_computed, offset = live.row.num_computed, live.num_cache_tokens
-    token_ids = tuple(live.tokens[offset:num_computed])
-    live.num_cache_tokens = max(offset, num_computed)
-    return Commit(live.sequence_id, num_computed, offset, token_ids)
 
 
 def _internal(reason: str, message: str) -> OctavoError:

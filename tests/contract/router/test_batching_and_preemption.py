@@ -195,13 +195,13 @@ async def test_decode_steps_do_not_wait_for_extensions(source: str) -> None:
         stalls = 0
         original = stack.engine._send
 
-        def counted() -> None:
+        def counted(steps: Any) -> None:
             nonlocal stalls
             stalls += sum(
                 live.row.num_target > live.row.num_sent and not live.row.num_runnable
                 for live in stack.engine.roster.running.values()
             )
-            original()
+            original(steps)
 
         stack.engine._send = counted  # type: ignore[method-assign]
         await stack.generate("a", stopping={"max_tokens": 120, "ignore_eos": True})
