@@ -63,7 +63,9 @@ def split_attention_kernel(
     mask = (live & saw)[:, None] & (dims < TILE.v_head_dim)[None, :]
     result = acc / tl.where(saw, row_sum, 1.0)[:, None]
     tl.store(partial + partial_row[:, None] * TILE.v_head_dim + dims[None, :], result, mask=mask)
-    tl.store(log_sum + partial_row, tl.where(saw, row_max + tl.log2(tl.where(saw, row_sum, 1.0)), float("-inf")), mask=live)
+    tl.store(
+        log_sum + partial_row, tl.where(saw, row_max + tl.log2(tl.where(saw, row_sum, 1.0)), float("-inf")), mask=live
+    )
 
 
 @triton.jit(do_not_specialize=["num_seqs"])

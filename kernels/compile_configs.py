@@ -181,4 +181,8 @@ CONFIGURATIONS = [
 ]
 
 # "configuration/kernel/target" as a shell pattern -> bytes per thread that may spill, and why that is right.
-ALLOWED_SPILLS: dict[str, Spill] = {}
+ALLOWED_SPILLS: dict[str, Spill] = {
+    "prefill-fp32/*/sm_*": Spill(
+        16, "fp32 dots run on the vector units with all 255 registers; the path is for exactness, not for speed"
+    ),
+}

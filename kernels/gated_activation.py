@@ -11,7 +11,7 @@ import triton.language as tl
 
 from kernels.device import device_properties
 from kernels.launch import Launch, cdiv
-from kernels.numeric import cast_to, tanh
+from kernels.numeric import cast_to, tanh, to_fp32
 from kernels.view import matrix
 
 BLOCK = 1024
@@ -35,8 +35,8 @@ def gated_activation_kernel(out, gate_up, num_columns, ACTIVATION: tl.constexpr,
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = columns < num_columns
     pointers = gate_up.ptr + row * gate_up.stride_row
-    gate = tl.load(pointers + columns * gate_up.stride_col, mask=live, other=0.0).to(tl.float32)
-    up = tl.load(pointers + (columns + num_columns) * gate_up.stride_col, mask=live, other=0.0).to(tl.float32)
+    gate = to_fp32(tl.load(pointers + columns * gate_up.stride_col, mask=live, other=0.0))
+    up = to_fp32(tl.load(pointers + (columns + num_columns) * gate_up.stride_col, mask=live, other=0.0))
     result = cast_to(activate(gate, ACTIVATION) * up, out.ptr.dtype.element_ty)
     tl.store(out.ptr + row * out.stride_row + columns * out.stride_col, result, mask=live)
 

@@ -23,10 +23,19 @@ INT8_MAX = tl.constexpr(127.0)
 
 
 @triton.jit
-def operand(x):
-    """A loaded tile as `tl.dot` and arithmetic take it: unchanged on a device, fp32 in the interpreter."""
-    if _INTERPRETED:
+def to_fp32(x):
+    """What was loaded, as fp32, exactly."""
+    if _INTERPRETED and x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
         return x.to(tl.float32)
+
+
+@triton.jit
+def operand(x):
+    """A loaded tile as `tl.dot` takes it: unchanged on a device, fp32 in the interpreter."""
+    if _INTERPRETED:
+        return to_fp32(x)
     else:
         return x
 
@@ -36,10 +45,9 @@ def cast_to(x, dtype: tl.constexpr):
     """fp32 -> `dtype`, to nearest even. Only finite-to-finite, infinities and NaN keep their meaning."""
     if _INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-        quiet_nan = (bits & 0xFFFF0000) | 0x00400000
-        bits = tl.where(x != x, quiet_nan, rounded)
-        return bits.to(tl.uint32).to(tl.float32, bitcast=True).to(tl.bfloat16)
+        rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+        bits = tl.where(x != x, bits | 0x00400000, rounded)
+        return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:
         return x.to(dtype)
 

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from kernels.device import device_properties
 from kernels.launch import Launch, next_power_of_2
-from kernels.numeric import cast_to
+from kernels.numeric import cast_to, to_fp32
 from kernels.view import matrix
 
 MAX_COLUMNS = 16384  # that one program keeps in registers
@@ -25,7 +25,7 @@ MAX_COLUMNS = 16384  # that one program keeps in registers
 def normalize(x, weight, columns, num_columns, eps, weight_offset, live):
     """x [BLOCK] fp32, zero outside -> normalized and weighted, fp32"""
     mean_square = tl.sum(x * x, axis=0) / num_columns
-    scale = tl.load(weight + columns, mask=live, other=0.0).to(tl.float32) + weight_offset
+    scale = to_fp32(tl.load(weight + columns, mask=live, other=0.0)) + weight_offset
     return x * tl.rsqrt(mean_square + eps) * scale
 
 
@@ -34,7 +34,7 @@ def rms_norm_kernel(out, x, weight, eps, weight_offset, num_columns, BLOCK: tl.c
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     live = columns < num_columns
-    values = tl.load(x.ptr + row * x.stride_row + columns * x.stride_col, mask=live, other=0.0).to(tl.float32)
+    values = to_fp32(tl.load(x.ptr + row * x.stride_row + columns * x.stride_col, mask=live, other=0.0))
     result = cast_to(
         normalize(values, weight, columns, num_columns, eps, weight_offset, live), out.ptr.dtype.element_ty
     )
@@ -47,11 +47,11 @@ def add_rms_norm_kernel(out, residual, x, weight, eps, weight_offset, num_column
     columns = tl.arange(0, BLOCK)
     live = columns < num_columns
     residual_row = residual.ptr + row * residual.stride_row + columns * residual.stride_col
-    total = tl.load(x.ptr + row * x.stride_row + columns * x.stride_col, mask=live, other=0.0).to(tl.float32)
-    total += tl.load(residual_row, mask=live, other=0.0).to(tl.float32)
+    total = to_fp32(tl.load(x.ptr + row * x.stride_row + columns * x.stride_col, mask=live, other=0.0))
+    total += to_fp32(tl.load(residual_row, mask=live, other=0.0))
     stored = cast_to(total, residual.ptr.dtype.element_ty)
     tl.store(residual_row, stored, mask=live)
-    total = stored.to(tl.float32)
+    total = to_fp32(stored)
     result = cast_to(normalize(total, weight, columns, num_columns, eps, weight_offset, live), out.ptr.dtype.element_ty)
     tl.store(out.ptr + row * out.stride_row + columns * out.stride_col, result, mask=live)
 

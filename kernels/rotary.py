@@ -10,6 +10,8 @@ Dimensions past rotary_dim are passed through.
 import triton
 import triton.language as tl
 
+from kernels.numeric import to_fp32
+
 
 @triton.jit
 def pair_dims(pairs, rotary_dim, INTERLEAVED: tl.constexpr):
@@ -24,9 +26,9 @@ def pair_dims(pairs, rotary_dim, INTERLEAVED: tl.constexpr):
 def load_angles(cos, sin, position, pairs, live):
     """-> (cos [P], sin [P]) fp32 of one position's row"""
     offset = position * cos.stride_row + pairs * cos.stride_col
-    cos_row = tl.load(cos.ptr + offset, mask=live, other=0.0).to(tl.float32)
+    cos_row = to_fp32(tl.load(cos.ptr + offset, mask=live, other=0.0))
     offset = position * sin.stride_row + pairs * sin.stride_col
-    return cos_row, tl.load(sin.ptr + offset, mask=live, other=0.0).to(tl.float32)
+    return cos_row, to_fp32(tl.load(sin.ptr + offset, mask=live, other=0.0))
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import triton.language as tl
 from kernels import kv_format, view
 from kernels.device import device_properties
 from kernels.launch import Launch, next_power_of_2
-from kernels.numeric import cast_to
+from kernels.numeric import cast_to, to_fp32
 from kernels.rotary import load_angles, pair_dims, rotate
 
 
@@ -24,8 +24,8 @@ from kernels.rotary import load_angles, pair_dims, rotate
 def rotate_heads(target, source, cos_row, sin_row, pairs, rotary_dim, live, INTERLEAVED: tl.constexpr):
     """target, source: pointers [H, 1] to heads whose dimensions are contiguous; live [H, P]"""
     a_dim, b_dim = pair_dims(pairs, rotary_dim, INTERLEAVED)
-    a = tl.load(source + a_dim[None, :], mask=live, other=0.0).to(tl.float32)
-    b = tl.load(source + b_dim[None, :], mask=live, other=0.0).to(tl.float32)
+    a = to_fp32(tl.load(source + a_dim[None, :], mask=live, other=0.0))
+    b = to_fp32(tl.load(source + b_dim[None, :], mask=live, other=0.0))
     a, b = rotate(a, b, cos_row, sin_row)
     tl.store(target + a_dim[None, :], cast_to(a, target.dtype.element_ty), mask=live)
     tl.store(target + b_dim[None, :], cast_to(b, target.dtype.element_ty), mask=live)

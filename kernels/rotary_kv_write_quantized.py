@@ -15,7 +15,7 @@ import triton.language as tl
 from kernels import kv_format, view
 from kernels.device import device_properties
 from kernels.launch import Launch
-from kernels.numeric import FP8_MAX, INT8_MAX, encode_e4m3, round_half_even
+from kernels.numeric import FP8_MAX, INT8_MAX, encode_e4m3, round_half_even, to_fp32
 from kernels.rotary import load_angles, pair_dims, rotate
 from kernels.rotary_kv_write import KVWrite, copy_heads, rotate_heads
 
@@ -39,7 +39,7 @@ def encode(x, FP8: tl.constexpr):
 
 @triton.jit
 def load_fp32(pointers, mask):
-    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    return to_fp32(tl.load(pointers, mask=mask, other=0.0))
 
 
 @triton.jit

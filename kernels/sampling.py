@@ -19,13 +19,13 @@ import triton
 import triton.language as tl
 
 from kernels.device import device_properties
-from kernels.launch import Launch
+from kernels.launch import Launch, next_power_of_2
 from kernels.sampling_filter import key_of, load_scaled, relative_probability, select_top
 from kernels.sampling_noise import gumbel_noise
 from kernels.view import matrix
 
-BLOCK = 4096  # logits in a tile
-SEARCH_BLOCK = 1024  # in a tile of the threshold search, which compares each with 16 candidates
+MAX_BLOCK = 4096  # logits in a tile
+MAX_SEARCH_BLOCK = 1024  # in a tile of the threshold search, which compares each with 16 candidates
 
 
 @triton.jit
@@ -126,7 +126,8 @@ def sample_launch(out: torch.Tensor, logits: torch.Tensor, **parameters: torch.T
         if tensor.shape != (num_rows,) or tensor.dtype != dtype:
             raise ValueError(f"{name} must be {dtype} of shape ({num_rows},), got {tensor.dtype} {tuple(tensor.shape)}")
     args = {"out": out, "logits": matrix(logits), **parameters, "vocab_size": vocab_size}
-    args |= {"BLOCK": BLOCK, "SEARCH_BLOCK": SEARCH_BLOCK}
+    block = max(min(next_power_of_2(vocab_size), MAX_BLOCK), 16)
+    args |= {"BLOCK": block, "SEARCH_BLOCK": min(block, MAX_SEARCH_BLOCK)}
     return Launch(sample_kernel, (num_rows,), args, num_warps=8, num_stages=1)
 
 

@@ -10,11 +10,13 @@ within a tile and fp64 over tiles, so that they depend on neither the batch nor 
 import triton
 import triton.language as tl
 
+from kernels.numeric import to_fp32
+
 
 @triton.jit
 def load_scaled(logits_row, stride, token_ids, vocab_size, temperature):
     """-> logit / temperature, [BLOCK] fp32; -inf outside the vocabulary and for NaN, and never -0.0"""
-    logits = tl.load(logits_row + token_ids * stride, mask=token_ids < vocab_size, other=float("-inf")).to(tl.float32)
+    logits = to_fp32(tl.load(logits_row + token_ids * stride, mask=token_ids < vocab_size, other=float("-inf")))
     scaled = tl.div_rn(logits, tl.zeros_like(logits) + temperature)
     scaled = tl.where(scaled == 0.0, 0.0, scaled)
     return tl.where(scaled != scaled, float("-inf"), scaled)

@@ -12,7 +12,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 @pytest.mark.parametrize(
-    ("dtype", "intermediate", "activation"), itertools.product(TOLERANCE, (1, 40, 1024, 1536), ACTIVATIONS)
+    ("dtype", "intermediate", "activation"), list(itertools.product(TOLERANCE, (1, 40, 1024, 1536), ACTIVATIONS))
 )
 def test_gated_activation(dtype, intermediate, activation, device):
     buffer = torch.full((3, 2 * intermediate + 3), float("nan"), dtype=dtype)
