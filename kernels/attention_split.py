@@ -8,7 +8,7 @@ Grids: split (num_tiles, num_kv_heads, num_splits), reduction (num_tokens, num_q
 A split boundary is a multiple of block_n, so every split reads whole tiles but the last.
 """
 
-# ruff: noqa: N803
+# ruff: noqa: N803, N806
 import triton
 import triton.language as tl
 
@@ -48,7 +48,8 @@ def split_attention_kernel(
     split_high = tl.minimum(split_low + tiles_per_split * TILE.block_n, high)
     partial_row = (token.to(tl.int64) * num_q_heads + head) * NUM_SPLITS + split
     if split_low >= split_high:
-        tl.store(log_sum + partial_row, tl.full([TILE.block_m], float("-inf"), tl.float32), mask=live)
+        BLOCK_M: tl.constexpr = TILE.block_m
+        tl.store(log_sum + partial_row, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=live)
         return
 
     q = load_query(query, token, head, live, TILE)

@@ -12,7 +12,7 @@ FlashAttention, Dao et al. 2022, algorithm 1; whole tiles first without masks, a
 `TILE` is a `Tile` everywhere below: compile-time constants by name.
 """
 
-# ruff: noqa: N803
+# ruff: noqa: N803, N806
 from typing import NamedTuple
 
 import triton
@@ -87,7 +87,8 @@ def load_slope(alibi_slopes, head, live, TILE: tl.constexpr):
     if TILE.alibi:
         return tl.load(alibi_slopes + head, mask=live, other=0.0).to(tl.float32)
     else:
-        return tl.zeros([TILE.block_m], dtype=tl.float32)
+        BLOCK_M: tl.constexpr = TILE.block_m  # bound to a name: Triton 3.6 takes no attribute as an argument
+        return tl.zeros([BLOCK_M], dtype=tl.float32)
 
 
 @triton.jit
@@ -134,9 +135,9 @@ def load_codes(kv, rows, dims, inside, HEAD_DIM: tl.constexpr, BLOCK_D: tl.const
 
 @triton.jit
 def load_factor(scale, block_ids, kv_head, offsets, inside, TILE: tl.constexpr):
-    """-> scales [block_n] fp32, zero outside; None for a dense cache"""
+    """-> scales [block_n] fp32, zero outside; of a dense cache one, which nobody uses"""
     if TILE.kv_format == "dense":
-        return None
+        return 1.0
     else:
         rows = block_ids * scale.stride_block + kv_head.to(tl.int64) * scale.stride_head
         return tl.load(scale.ptr + rows + offsets * scale.stride_token, mask=inside, other=0.0)
@@ -187,6 +188,11 @@ def attend(
     MASKED: tl.constexpr,  # False promises that every live row sees every position of [start, stop), in whole tiles
 ):
     """Extend an online softmax by KV positions [start, stop)."""
+    KV_FORMAT: tl.constexpr = TILE.kv_format
+    HEAD_DIM: tl.constexpr = TILE.head_dim
+    V_HEAD_DIM: tl.constexpr = TILE.v_head_dim
+    BLOCK_D: tl.constexpr = TILE.block_d
+    BLOCK_DV: tl.constexpr = TILE.block_dv
     acc, row_max, row_sum = state
     k_dims = tl.arange(0, TILE.block_d)[:, None]
     v_dims = tl.arange(0, TILE.block_dv)[None, :]
@@ -197,12 +203,12 @@ def attend(
         offsets = positions % TILE.block_size
         k_rows = block_ids * kv.k.stride_block + kv_head.to(tl.int64) * kv.k.stride_head + offsets * kv.k.stride_token
         v_rows = block_ids * kv.v.stride_block + kv_head.to(tl.int64) * kv.v.stride_head + offsets * kv.v.stride_token
-        k = load_codes(kv.k, k_rows[None, :], k_dims, inside[None, :], TILE.head_dim, TILE.block_d, MASKED)
-        v = load_codes(kv.v, v_rows[:, None], v_dims, inside[:, None], TILE.v_head_dim, TILE.block_dv, MASKED)
+        k = load_codes(kv.k, k_rows[None, :], k_dims, inside[None, :], HEAD_DIM, BLOCK_D, MASKED)
+        v = load_codes(kv.v, v_rows[:, None], v_dims, inside[:, None], V_HEAD_DIM, BLOCK_DV, MASKED)
         k_factor = load_factor(kv.k_scale, block_ids, kv_head, offsets, inside, TILE)
         v_factor = load_factor(kv.v_scale, block_ids, kv_head, offsets, inside, TILE)
-        k = dequantize(k, q.dtype, TILE.kv_format)
-        v = dequantize(v, q.dtype, TILE.kv_format)
+        k = dequantize(k, q.dtype, KV_FORMAT)
+        v = dequantize(v, q.dtype, KV_FORMAT)
 
         scores = biased_scores(q, k, k_factor, query_position, positions, slope, softmax_scale, TILE)
         if MASKED:
@@ -237,10 +243,12 @@ def attend_range(
     TILE: tl.constexpr,
 ):
     """Softmax over [low, high): whole tiles below `all_visible` without masks, the rest with. -> (acc, max, sum)"""
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_DV: tl.constexpr = TILE.block_dv
     state = (
-        tl.zeros([TILE.block_m, TILE.block_dv], dtype=tl.float32),
-        tl.full([TILE.block_m], float("-inf"), dtype=tl.float32),
-        tl.zeros([TILE.block_m], dtype=tl.float32),
+        tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32),
+        tl.full([BLOCK_M], float("-inf"), dtype=tl.float32),
+        tl.zeros([BLOCK_M], dtype=tl.float32),
     )
     edge = low
     if TILE.window == 0:
