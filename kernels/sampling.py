@@ -9,8 +9,8 @@
 (Gumbel-max: Maddison et al. 2014; that argmax is a draw from the renormalized softmax.) Temperature 0 is greedy: the
 largest logit, lowest id on ties. Filters and noise: `sampling_filter`, `sampling_noise`.
 
-Grid: (num_rows,). A greedy row reads its logits once, an unfiltered one twice, top-k or top-p adds nine passes each
-which hit L2: no scratch, no sort, the same result at every batch size.
+Grid: (num_rows,). A greedy row reads its logits once, an unfiltered one twice, top-k or top-p adds nine or ten passes
+each, which hit L2: no scratch, no sort, the same result at every batch size.
 """
 
 # ruff: noqa: N803
