@@ -391,12 +391,14 @@ class ForkSequencesRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[LeaseHeader, _Mapping]] = ..., forks: _Optional[_Iterable[_Union[SequenceFork, _Mapping]]] = ...) -> None: ...
 
 class SequenceFork(_message.Message):
-    __slots__ = ("parent_sequence_id", "child_sequence_ids")
+    __slots__ = ("parent_sequence_id", "child_sequence_ids", "commit")
     PARENT_SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     CHILD_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
     parent_sequence_id: int
     child_sequence_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, parent_sequence_id: _Optional[int] = ..., child_sequence_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    commit: SequenceCommit
+    def __init__(self, parent_sequence_id: _Optional[int] = ..., child_sequence_ids: _Optional[_Iterable[int]] = ..., commit: _Optional[_Union[SequenceCommit, _Mapping]] = ...) -> None: ...
 
 class ForkSequencesResponse(_message.Message):
     __slots__ = ("forks",)

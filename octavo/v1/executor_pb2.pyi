@@ -160,7 +160,7 @@ class RowStart(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., incarnation: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_computed_tokens: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[_cache_pb2.BlockTable, _Mapping]]] = ..., sampling: _Optional[_Union[RowSampling, _Mapping]] = ...) -> None: ...
 
 class RowSampling(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "choice_index", "suppressed_token_ids", "suppress_until")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "choice_index", "suppressed_token_ids", "suppress_until", "num_samples")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
@@ -169,6 +169,7 @@ class RowSampling(_message.Message):
     CHOICE_INDEX_FIELD_NUMBER: _ClassVar[int]
     SUPPRESSED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SUPPRESS_UNTIL_FIELD_NUMBER: _ClassVar[int]
+    NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
@@ -177,7 +178,8 @@ class RowSampling(_message.Message):
     choice_index: int
     suppressed_token_ids: _containers.RepeatedScalarFieldContainer[int]
     suppress_until: int
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., choice_index: _Optional[int] = ..., suppressed_token_ids: _Optional[_Iterable[int]] = ..., suppress_until: _Optional[int] = ...) -> None: ...
+    num_samples: int
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., choice_index: _Optional[int] = ..., suppressed_token_ids: _Optional[_Iterable[int]] = ..., suppress_until: _Optional[int] = ..., num_samples: _Optional[int] = ...) -> None: ...
 
 class TableExtension(_message.Message):
     __slots__ = ("kv_group", "slots", "counts", "block_ids")
@@ -192,18 +194,20 @@ class TableExtension(_message.Message):
     def __init__(self, kv_group: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("step_id", "num_sampled", "token_ids", "failures", "execute_microseconds")
+    __slots__ = ("step_id", "num_sampled", "token_ids", "failures", "execute_microseconds", "began_unix_microseconds")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLED_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     EXECUTE_MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
+    BEGAN_UNIX_MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     num_sampled: _containers.RepeatedScalarFieldContainer[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     failures: _containers.RepeatedCompositeFieldContainer[RowFailure]
     execute_microseconds: int
-    def __init__(self, step_id: _Optional[int] = ..., num_sampled: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., failures: _Optional[_Iterable[_Union[RowFailure, _Mapping]]] = ..., execute_microseconds: _Optional[int] = ...) -> None: ...
+    began_unix_microseconds: int
+    def __init__(self, step_id: _Optional[int] = ..., num_sampled: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., failures: _Optional[_Iterable[_Union[RowFailure, _Mapping]]] = ..., execute_microseconds: _Optional[int] = ..., began_unix_microseconds: _Optional[int] = ...) -> None: ...
 
 class RowFailure(_message.Message):
     __slots__ = ("row", "reason", "message")

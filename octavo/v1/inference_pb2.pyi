@@ -251,14 +251,16 @@ class TokenLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., rank: _Optional[int] = ..., top: _Optional[_Iterable[_Union[TopLogprob, _Mapping]]] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "cached_tokens", "generated_tokens")
+    __slots__ = ("prompt_tokens", "cached_tokens", "generated_tokens", "resumed_tokens")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ...) -> None: ...
+    resumed_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., resumed_tokens: _Optional[int] = ...) -> None: ...
 
 class Timing(_message.Message):
     __slots__ = ("queue_seconds", "prefill_seconds", "first_token_seconds", "decode_seconds")
@@ -461,7 +463,7 @@ class GetServerInfoResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., router_id: _Optional[str] = ..., router_epoch: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("max_queued_requests", "max_running_requests", "max_tokens_per_step", "max_message_bytes", "max_stop_strings", "max_stop_string_bytes", "max_stop_token_ids")
+    __slots__ = ("max_queued_requests", "max_running_requests", "max_tokens_per_step", "max_message_bytes", "max_stop_strings", "max_stop_string_bytes", "max_stop_token_ids", "max_choices")
     MAX_QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     MAX_RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_PER_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -469,6 +471,7 @@ class Limits(_message.Message):
     MAX_STOP_STRINGS_FIELD_NUMBER: _ClassVar[int]
     MAX_STOP_STRING_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_CHOICES_FIELD_NUMBER: _ClassVar[int]
     max_queued_requests: int
     max_running_requests: int
     max_tokens_per_step: int
@@ -476,7 +479,8 @@ class Limits(_message.Message):
     max_stop_strings: int
     max_stop_string_bytes: int
     max_stop_token_ids: int
-    def __init__(self, max_queued_requests: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., max_tokens_per_step: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_string_bytes: _Optional[int] = ..., max_stop_token_ids: _Optional[int] = ...) -> None: ...
+    max_choices: int
+    def __init__(self, max_queued_requests: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., max_tokens_per_step: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_string_bytes: _Optional[int] = ..., max_stop_token_ids: _Optional[int] = ..., max_choices: _Optional[int] = ...) -> None: ...
 
 class GetLoadRequest(_message.Message):
     __slots__ = ()
