@@ -160,7 +160,7 @@ class RowStart(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., incarnation: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_computed_tokens: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[_cache_pb2.BlockTable, _Mapping]]] = ..., sampling: _Optional[_Union[RowSampling, _Mapping]] = ...) -> None: ...
 
 class RowSampling(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "choice_index", "suppressed_token_ids", "suppress_until", "num_samples")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "choice_index", "suppressed_token_ids", "suppress_until", "num_samples", "num_prompt_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "bias_token_ids", "biases", "allowed_token_ids", "banned_lengths", "banned_token_ids", "logprobs", "num_top_logprobs", "prompt_logprobs_from", "prompt_logprobs_until")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
@@ -170,6 +170,19 @@ class RowSampling(_message.Message):
     SUPPRESSED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SUPPRESS_UNTIL_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    BIAS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BIASES_FIELD_NUMBER: _ClassVar[int]
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BANNED_LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    BANNED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FROM_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_UNTIL_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
@@ -179,7 +192,20 @@ class RowSampling(_message.Message):
     suppressed_token_ids: _containers.RepeatedScalarFieldContainer[int]
     suppress_until: int
     num_samples: int
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., choice_index: _Optional[int] = ..., suppressed_token_ids: _Optional[_Iterable[int]] = ..., suppress_until: _Optional[int] = ..., num_samples: _Optional[int] = ...) -> None: ...
+    num_prompt_tokens: int
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    bias_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    biases: _containers.RepeatedScalarFieldContainer[float]
+    allowed_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    banned_lengths: _containers.RepeatedScalarFieldContainer[int]
+    banned_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: bool
+    num_top_logprobs: int
+    prompt_logprobs_from: int
+    prompt_logprobs_until: int
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., choice_index: _Optional[int] = ..., suppressed_token_ids: _Optional[_Iterable[int]] = ..., suppress_until: _Optional[int] = ..., num_samples: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., bias_token_ids: _Optional[_Iterable[int]] = ..., biases: _Optional[_Iterable[float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., banned_lengths: _Optional[_Iterable[int]] = ..., banned_token_ids: _Optional[_Iterable[int]] = ..., logprobs: bool = ..., num_top_logprobs: _Optional[int] = ..., prompt_logprobs_from: _Optional[int] = ..., prompt_logprobs_until: _Optional[int] = ...) -> None: ...
 
 class TableExtension(_message.Message):
     __slots__ = ("kv_group", "slots", "counts", "block_ids")
@@ -194,20 +220,42 @@ class TableExtension(_message.Message):
     def __init__(self, kv_group: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("step_id", "num_sampled", "token_ids", "failures", "execute_microseconds", "began_unix_microseconds")
+    __slots__ = ("step_id", "num_sampled", "token_ids", "failures", "execute_microseconds", "began_unix_microseconds", "sampled_logprobs", "prompt_logprobs")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLED_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     EXECUTE_MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
     BEGAN_UNIX_MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     num_sampled: _containers.RepeatedScalarFieldContainer[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     failures: _containers.RepeatedCompositeFieldContainer[RowFailure]
     execute_microseconds: int
     began_unix_microseconds: int
-    def __init__(self, step_id: _Optional[int] = ..., num_sampled: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., failures: _Optional[_Iterable[_Union[RowFailure, _Mapping]]] = ..., execute_microseconds: _Optional[int] = ..., began_unix_microseconds: _Optional[int] = ...) -> None: ...
+    sampled_logprobs: Logprobs
+    prompt_logprobs: Logprobs
+    def __init__(self, step_id: _Optional[int] = ..., num_sampled: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., failures: _Optional[_Iterable[_Union[RowFailure, _Mapping]]] = ..., execute_microseconds: _Optional[int] = ..., began_unix_microseconds: _Optional[int] = ..., sampled_logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[Logprobs, _Mapping]] = ...) -> None: ...
+
+class Logprobs(_message.Message):
+    __slots__ = ("rows", "token_ids", "logprobs", "ranks", "num_top", "top_token_ids", "top_logprobs")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOP_FIELD_NUMBER: _ClassVar[int]
+    TOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    num_top: _containers.RepeatedScalarFieldContainer[int]
+    top_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    top_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, rows: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., ranks: _Optional[_Iterable[int]] = ..., num_top: _Optional[_Iterable[int]] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class RowFailure(_message.Message):
     __slots__ = ("row", "reason", "message")

@@ -291,32 +291,36 @@ class Choice(_message.Message):
     def __init__(self, index: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., matched_stop: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("request_id", "model", "choices", "usage", "timing", "effective_seed")
+    __slots__ = ("request_id", "model", "choices", "usage", "timing", "effective_seed", "prompt_logprobs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     CHOICES_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
     EFFECTIVE_SEED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     choices: _containers.RepeatedCompositeFieldContainer[Choice]
     usage: Usage
     timing: Timing
     effective_seed: int
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., choices: _Optional[_Iterable[_Union[Choice, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., effective_seed: _Optional[int] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., choices: _Optional[_Iterable[_Union[Choice, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., effective_seed: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class GenerateStreamResponse(_message.Message):
-    __slots__ = ("started", "delta", "finished", "completed")
+    __slots__ = ("started", "delta", "finished", "completed", "prompt_logprobs")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     COMPLETED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     started: Started
     delta: Delta
     finished: Finished
     completed: Completed
-    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: PromptLogprobs
+    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
     __slots__ = ("request_id", "model", "prompt_tokens", "cached_tokens", "effective_seed")
@@ -345,6 +349,14 @@ class Delta(_message.Message):
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
     def __init__(self, index: _Optional[int] = ..., token_offset: _Optional[int] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
+
+class PromptLogprobs(_message.Message):
+    __slots__ = ("token_offset", "logprobs")
+    TOKEN_OFFSET_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    token_offset: int
+    logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
+    def __init__(self, token_offset: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("index", "reason", "matched_stop")
@@ -463,7 +475,7 @@ class GetServerInfoResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., router_id: _Optional[str] = ..., router_epoch: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("max_queued_requests", "max_running_requests", "max_tokens_per_step", "max_message_bytes", "max_stop_strings", "max_stop_string_bytes", "max_stop_token_ids", "max_choices")
+    __slots__ = ("max_queued_requests", "max_running_requests", "max_tokens_per_step", "max_message_bytes", "max_stop_strings", "max_stop_string_bytes", "max_stop_token_ids", "max_choices", "max_top_logprobs", "max_logit_biases", "max_bad_words", "max_bad_word_bytes")
     MAX_QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     MAX_RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_PER_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -472,6 +484,10 @@ class Limits(_message.Message):
     MAX_STOP_STRING_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_CHOICES_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    MAX_LOGIT_BIASES_FIELD_NUMBER: _ClassVar[int]
+    MAX_BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_BAD_WORD_BYTES_FIELD_NUMBER: _ClassVar[int]
     max_queued_requests: int
     max_running_requests: int
     max_tokens_per_step: int
@@ -480,7 +496,11 @@ class Limits(_message.Message):
     max_stop_string_bytes: int
     max_stop_token_ids: int
     max_choices: int
-    def __init__(self, max_queued_requests: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., max_tokens_per_step: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_string_bytes: _Optional[int] = ..., max_stop_token_ids: _Optional[int] = ..., max_choices: _Optional[int] = ...) -> None: ...
+    max_top_logprobs: int
+    max_logit_biases: int
+    max_bad_words: int
+    max_bad_word_bytes: int
+    def __init__(self, max_queued_requests: _Optional[int] = ..., max_running_requests: _Optional[int] = ..., max_tokens_per_step: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_string_bytes: _Optional[int] = ..., max_stop_token_ids: _Optional[int] = ..., max_choices: _Optional[int] = ..., max_top_logprobs: _Optional[int] = ..., max_logit_biases: _Optional[int] = ..., max_bad_words: _Optional[int] = ..., max_bad_word_bytes: _Optional[int] = ...) -> None: ...
 
 class GetLoadRequest(_message.Message):
     __slots__ = ()

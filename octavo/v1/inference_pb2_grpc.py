@@ -87,7 +87,7 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """The same answer as events: Started, Delta..., Finished per choice, exactly one Completed.
+        """The same answer as events: Started, PromptLogprobs..., Delta..., Finished per choice, exactly one Completed.
         The concatenated deltas of a choice equal the unary answer byte for byte.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
