@@ -71,7 +71,7 @@ class Backend:
         checked = spec.checked
 
         def decode(token_ids) -> str:
-            return self.tokenizer.decode(token_ids, skip_special_tokens=checked.skip_special_tokens)
+            return self.tokenizer.decode(token_ids, skip_special_tokens=checked.output.skip_special_tokens)
 
         is_ids = not isinstance(checked.prompt, str | Chat)
         detokenizer = Detokenizer(decode, spec.prompt_ids, can_split_prompt=is_ids)

@@ -23,7 +23,7 @@ from router.observer import Observer
 from router.outbox import Allocated, Allocation, Extended, Extension, Outbox
 from router.request import CheckedRequest, FinishReason, RequestSpec
 from router.roster import Roster
-from router.step import Outcome, Step, StepFailed, StepResult
+from router.step import Outcome, RunOutput, Step, StepFailed, StepResult
 from router.steps import SentRun, SessionSteps
 from router.stream import Completed, Finished, Started
 from router.text.answer import AnswerText
@@ -217,27 +217,23 @@ class Engine:
         began = self._clock()
         sent = steps.complete(result.step_id)
         self._outbox.acknowledge(steps.key, result.step_id)
-        failures = {failure.row: failure for failure in result.failures}
-        offset = 0
-        for index, (sent_run, num_sampled) in enumerate(zip(sent.runs, result.num_sampled, strict=True)):
-            token_ids = result.token_ids[offset : offset + num_sampled]
-            offset += num_sampled
-            if index in failures:
-                error = _internal(failures[index].reason, failures[index].message)
-                self._fail(sent_run.live, error)
+        for sent_run, output in zip(sent.runs, result.run_outputs(), strict=True):
+            if output.failure is not None:
+                self._fail(sent_run.live, _internal(output.failure.reason, output.failure.message))
             elif sent_run.live.phase is not Phase.ENDED:
-                self._advance(sent_run, token_ids, began)
+                self._advance(sent_run, output, began)
         self._observer.on_delivered(self._clock() - began, result.execute_s)
 
-    def _advance(self, sent_run: SentRun, token_ids: tuple[int, ...], now: float) -> None:
+    def _advance(self, sent_run: SentRun, output: RunOutput, now: float) -> None:
         """A request is further by one run: also one that was preempted while the run was on its way."""
         live = sent_run.live
         if sent_run.is_current and live.phase is Phase.RUNNING:
             live.row.num_computed = sent_run.run.start + sent_run.run.num_tokens
         ending = None
-        for token_id in token_ids:
+        live.stream.add_prompt_logprobs(output.prompt_logprobs)
+        for index, token_id in enumerate(output.token_ids):
             text, ending = accept_token(live, token_id, self.model.eos_token_ids)
-            live.stream.add(text, [token_id])
+            live.stream.add(text, [token_id], output.logprobs[index : index + 1])
             self._time_token(live, now)
         if ending is not None:
             self._finish(live, ending)

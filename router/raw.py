@@ -34,6 +34,8 @@ class RawRequest:
     include_stop: bool = False
     ignore_eos: bool = False
 
+    logprobs: bool = False
+    top_logprobs: int = 0
     skip_special_tokens: bool = True
     salt: str | None = None
     bypass_cache: bool = False

@@ -42,6 +42,15 @@ class Stopping:
 
 
 @dataclass(frozen=True, slots=True)
+class Output:
+    """What the client gets beside text and ids; `top_logprobs` alternatives where log-probabilities are asked for."""
+
+    logprobs: bool
+    top_logprobs: int
+    skip_special_tokens: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ChatMessage:
     role: str
     content: str
@@ -66,7 +75,7 @@ class CheckedRequest:
     prompt: Prompt
     sampling: Sampling
     stopping: Stopping
-    skip_special_tokens: bool
+    output: Output
     salt: str | None
     bypass_cache: bool
     priority: int

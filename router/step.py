@@ -1,8 +1,10 @@
 """Steps and their outcomes, as the engine and the executor's client exchange them."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from router.ids import BlockId, Slot, StepId
+from router.logprob import TokenLogprob
 from router.scheduler import Run
 
 
@@ -17,6 +19,8 @@ class RowSampling:
     seed: int
     suppressed_token_ids: tuple[int, ...]
     suppress_until: int
+    logprobs: bool = False
+    num_top_logprobs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +63,35 @@ class RowFailure:
 
 
 @dataclass(frozen=True, slots=True)
+class RunOutput:
+    """What one run of a step gave; `logprobs` has one entry per token where the row asked for them."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    prompt_logprobs: tuple[TokenLogprob, ...]
+    failure: RowFailure | None
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
-    """Per run, in order, how many tokens it sampled; all tokens flat behind each other."""
+    """Per run, in order, how many tokens it sampled; all tokens flat behind each other. Log-probabilities by run."""
 
     step_id: StepId
     num_sampled: tuple[int, ...]
     token_ids: tuple[int, ...]
     failures: tuple[RowFailure, ...]
     execute_s: float
+    logprobs: Mapping[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
+    prompt_logprobs: Mapping[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
+
+    def run_outputs(self) -> Iterator[RunOutput]:
+        """One per run, in order."""
+        failures = {failure.row: failure for failure in self.failures}
+        end = 0
+        for index, num_sampled in enumerate(self.num_sampled):
+            start, end = end, end + num_sampled
+            logprobs, prompt_logprobs = self.logprobs.get(index, ()), self.prompt_logprobs.get(index, ())
+            yield RunOutput(self.token_ids[start:end], logprobs, prompt_logprobs, failures.get(index))
 
 
 @dataclass(frozen=True, slots=True)

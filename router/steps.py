@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from router.ids import SessionKey, Slot, StepId
 from router.live import LiveRequest
 from router.model import Model
+from router.sampling import row_sampling
 from router.scheduler import Run, mark_sent
-from router.step import RowSampling, RowStart, Step, TableExtension
+from router.step import RowStart, Step, TableExtension
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,21 +166,4 @@ def _row_start(live: LiveRequest, model: Model) -> RowStart:
         num_computed_tokens=live.row.num_computed,
         block_ids=tuple(live.block_ids),
         sampling=row_sampling(live, model.eos_token_ids),
-    )
-
-
-def row_sampling(live: LiveRequest, eos_token_ids: frozenset[int]) -> RowSampling:
-    """Sampling of a row; until `min_tokens` are there, what would end the answer cannot be sampled."""
-    sampling, stopping = live.checked.sampling, live.checked.stopping
-    suppressed: frozenset[int] = frozenset()
-    if stopping.min_tokens:
-        suppressed = stopping.stop_token_ids | (frozenset() if stopping.ignore_eos else eos_token_ids)
-    return RowSampling(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-        suppressed_token_ids=tuple(sorted(suppressed)),
-        suppress_until=live.spec.num_prompt_tokens + stopping.min_tokens if suppressed else 0,
     )

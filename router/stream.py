@@ -4,10 +4,11 @@ What a slow reader has not taken is one waiting delta that grows, never a queue:
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from octavo.errors import OctavoError
+from router.logprob import TokenLogprob
 from router.request import FinishReason, Timing, Usage
 
 
@@ -26,6 +27,15 @@ class Delta:
     token_offset: int
     text: str
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """`token_offset`: index in the prompt of the first token here."""
+
+    token_offset: int
+    logprobs: tuple[TokenLogprob, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +50,7 @@ class Completed:
     timing: Timing
 
 
-Event = Started | Delta | Finished | Completed
+Event = Started | PromptLogprobs | Delta | Finished | Completed
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +60,10 @@ class EventStream:
     _started: Started | None = None
     _text: list[str] = field(default_factory=list)
     _token_ids: list[int] = field(default_factory=list)
+    _logprobs: list[TokenLogprob] = field(default_factory=list)
+    _prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     _num_carried: int = 0
+    _prompt_offset: int = 1  # nothing comes before the first token of a prompt
     _end: tuple[Finished, Completed] | OctavoError | None = None
     _filled: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -58,10 +71,22 @@ class EventStream:
         self._started = event
         self._filled.set()
 
-    def add(self, text: str, token_ids: list[int]) -> None:
+    @property
+    def prompt_offset(self) -> int:
+        """Index of the first prompt token whose log-probability is not here yet."""
+        return self._prompt_offset + len(self._prompt_logprobs)
+
+    def add_prompt_logprobs(self, logprobs: Sequence[TokenLogprob]) -> None:
+        """The next tokens of the prompt."""
+        if logprobs:
+            self._prompt_logprobs += logprobs
+            self._filled.set()
+
+    def add(self, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> None:
         if text:
             self._text.append(text)
         self._token_ids += token_ids
+        self._logprobs += logprobs
         self._filled.set()
 
     def finish(self, finished: Finished, completed: Completed) -> None:
@@ -82,7 +107,7 @@ class EventStream:
                 raise self._end
             for event in self._take():
                 yield event
-            if self._end is not None and not (self._text or self._token_ids):
+            if self._end is not None and not (self._text or self._token_ids or self._prompt_logprobs):
                 break
         if isinstance(self._end, OctavoError):
             raise self._end
@@ -94,8 +119,13 @@ class EventStream:
         if self._started is not None:
             events.append(self._started)
             self._started = None
+        if self._prompt_logprobs:
+            events.append(PromptLogprobs(self._prompt_offset, tuple(self._prompt_logprobs)))
+            self._prompt_offset += len(self._prompt_logprobs)
+            self._prompt_logprobs = []
         if self._text or self._token_ids:
-            events.append(Delta(self._num_carried, "".join(self._text), tuple(self._token_ids)))
+            text, token_ids, logprobs = "".join(self._text), tuple(self._token_ids), tuple(self._logprobs)
+            events.append(Delta(self._num_carried, text, token_ids, logprobs))
             self._num_carried += len(self._token_ids)
-            self._text, self._token_ids = [], []
+            self._text, self._token_ids, self._logprobs = [], [], []
         return events

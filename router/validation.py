@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from octavo.errors import Code, FieldViolation, OctavoError, invalid_argument
 from router.model import Model
 from router.raw import RawRequest
-from router.request import CheckedRequest, Prompt, Sampling, Stopping, seed_of
+from router.request import CheckedRequest, Output, Prompt, Sampling, Stopping, seed_of
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_SALT_BYTES = 256
 MAX_CHAT_MESSAGES = 4096
 MAX_TEMPERATURE = 2.0
+MAX_TOP_LOGPROBS = 20
 
 _NOT_SUPPORTED = "is not supported yet; leave it unset"
 
@@ -53,6 +54,7 @@ def validate(raw: RawRequest, model: Model, limits: RequestLimits, new_request_i
     _check_prompt(raw, model, wrong)
     _check_sampling(raw, wrong)
     _check_stopping(raw, model, limits, wrong)
+    _check_output(raw, wrong)
     if wrong:
         raise invalid_argument(*wrong)
     return _checked(raw, raw.request_id or new_request_id, model)
@@ -157,6 +159,12 @@ def _check_stop_ids(raw: RawRequest, model: Model, limits: RequestLimits, wrong:
         wrong.append(FieldViolation(field, "leaves no token that min_tokens allows; name fewer ids"))
 
 
+def _check_output(raw: RawRequest, wrong: _Violations) -> None:
+    field, count = "output.top_logprobs", raw.top_logprobs
+    wrong.check(count <= MAX_TOP_LOGPROBS, field, f"is {count}; allowed is 0 to {MAX_TOP_LOGPROBS}")
+    wrong.check(raw.logprobs or not count, field, f"is {count}, but output.logprobs is not set; set it too")
+
+
 def _check_ids(field: str, token_ids: Iterable[int], vocabulary_size: int, wrong: _Violations) -> None:
     for index, token_id in enumerate(token_ids):
         if not 0 <= token_id < vocabulary_size:
@@ -191,7 +199,7 @@ def _checked(raw: RawRequest, request_id: str, model: Model) -> CheckedRequest:
         prompt=_prompt(raw),
         sampling=sampling,
         stopping=stopping,
-        skip_special_tokens=raw.skip_special_tokens,
+        output=Output(raw.logprobs, raw.top_logprobs, raw.skip_special_tokens),
         salt=raw.salt,
         bypass_cache=raw.bypass_cache,
         priority=raw.priority,

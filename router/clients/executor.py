@@ -7,10 +7,11 @@ import grpc
 
 from octavo.errors import Code, OctavoError
 from octavo.rpc import error_of_call, open_channel
-from octavo.v1 import cache_pb2, executor_pb2, executor_pb2_grpc
-from router.ids import SessionKey, StepId
+from octavo.v1 import executor_pb2, executor_pb2_grpc
+from router.clients.step_messages import outcome_of, step_message
+from router.ids import SessionKey
 from router.model import Model
-from router.step import Outcome, RowFailure, RowStart, Step, StepFailed, StepGap, StepResult
+from router.step import Outcome, Step
 
 CALL_TIMEOUT_S = 5.0
 
@@ -83,7 +84,7 @@ class Session:
 
     def send(self, step: Step) -> None:
         """Put a step on its way."""
-        self._outgoing.put_nowait(executor_pb2.SessionRequest(step=_step_message(step)))
+        self._outgoing.put_nowait(executor_pb2.SessionRequest(step=step_message(step)))
 
     async def receive(self) -> Outcome:
         """The next outcome, in order of the steps.
@@ -91,7 +92,7 @@ class Session:
         Raises:
             OctavoError: the session is lost.
         """
-        return _outcome_of(await self._read())
+        return outcome_of(await self._read())
 
     async def close(self) -> None:
         """Leave in order: the executor frees the session's slots."""
@@ -163,61 +164,3 @@ def _model_of(info: executor_pb2.GetExecutorInfoResponse) -> Model:
         max_tokens_per_step=info.max_tokens_per_step,
         max_steps_in_flight=info.max_steps_in_flight,
     )
-
-
-def _step_message(step: Step) -> executor_pb2.Step:
-    message = executor_pb2.Step(
-        step_id=step.step_id,
-        acknowledged_step=step.acknowledged_step,
-        retired_slots=step.retired_slots,
-        started_rows=[_row_start_message(start) for start in step.started_rows],
-        slots=[run.slot for run in step.runs],
-        start_positions=[run.start for run in step.runs],
-        num_tokens=[run.num_tokens for run in step.runs],
-    )
-    if step.extensions:
-        message.extensions.add(
-            slots=[extension.slot for extension in step.extensions],
-            counts=[len(extension.block_ids) for extension in step.extensions],
-            block_ids=[block_id for extension in step.extensions for block_id in extension.block_ids],
-        )
-    return message
-
-
-def _row_start_message(start: RowStart) -> executor_pb2.RowStart:
-    sampling = start.sampling
-    return executor_pb2.RowStart(
-        slot=start.slot,
-        incarnation=start.incarnation,
-        token_ids=start.token_ids,
-        num_computed_tokens=start.num_computed_tokens,
-        tables=[cache_pb2.BlockTable(block_ids=start.block_ids)],
-        sampling=executor_pb2.RowSampling(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-            suppressed_token_ids=sampling.suppressed_token_ids,
-            suppress_until=sampling.suppress_until,
-        ),
-    )
-
-
-def _outcome_of(response: executor_pb2.SessionResponse) -> Outcome:
-    kind = response.WhichOneof("message")
-    if kind == "result":
-        result = response.result
-        failures = tuple(RowFailure(failure.row, failure.reason, failure.message) for failure in result.failures)
-        return StepResult(
-            StepId(result.step_id),
-            tuple(result.num_sampled),
-            tuple(result.token_ids),
-            failures,
-            result.execute_microseconds / 1e6,
-        )
-    if kind == "failed":
-        return StepFailed(StepId(response.failed.step_id), response.failed.reason, response.failed.message)
-    if kind == "gap":
-        return StepGap(StepId(response.gap.last_applied_step))
-    raise OctavoError(Code.INTERNAL, "UNEXPECTED_MESSAGE", f"the executor sent {kind} in the middle of a session")

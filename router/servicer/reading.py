@@ -42,6 +42,8 @@ def read_request(message: inference_pb2.GenerateRequest | inference_pb2.Generate
         stop_token_ids=stopping.stop_token_ids,
         include_stop=stopping.include_stop,
         ignore_eos=stopping.ignore_eos,
+        logprobs=message.output.logprobs,
+        top_logprobs=message.output.top_logprobs,
         skip_special_tokens=wants_special_tokens_skipped(message.output),
         salt=_optional(message.cache, "salt"),
         bypass_cache=message.cache.bypass,

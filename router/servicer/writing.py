@@ -3,9 +3,10 @@
 from typing import Any
 
 from octavo.v1 import inference_pb2
+from router.logprob import TokenLogprob
 from router.model import Model
 from router.request import FinishReason, Timing, Usage
-from router.stream import Completed, Delta, Event, Finished, Started
+from router.stream import Completed, Delta, Event, Finished, PromptLogprobs, Started
 
 
 def stream_response(
@@ -20,11 +21,15 @@ def stream_response(
         response.started.cached_tokens = event.cached_tokens
         response.started.effective_seed = event.seed
     elif isinstance(event, Delta):
-        if not event.text and not with_token_ids:
+        if not (event.text or event.logprobs or with_token_ids):
             return None
         response.delta.token_offset = event.token_offset
         response.delta.text = event.text
         response.delta.token_ids.extend(event.token_ids if with_token_ids else ())
+        response.delta.logprobs.extend(map(_logprob_message, event.logprobs))
+    elif isinstance(event, PromptLogprobs):
+        response.prompt_logprobs.token_offset = event.token_offset
+        response.prompt_logprobs.logprobs.extend(map(_logprob_message, event.logprobs))
     elif isinstance(event, Finished):
         response.finished.reason = _reason(event.reason)
         response.finished.matched_stop = event.matched_stop
@@ -51,6 +56,9 @@ class UnaryAnswer:
         elif isinstance(event, Delta):
             self._texts.append(event.text)
             self._choice.token_ids.extend(event.token_ids if self._with_token_ids else ())
+            self._choice.logprobs.extend(map(_logprob_message, event.logprobs))
+        elif isinstance(event, PromptLogprobs):
+            self._response.prompt_logprobs.extend(map(_logprob_message, event.logprobs))
         elif isinstance(event, Finished):
             self._choice.finish_reason = _reason(event.reason)
             self._choice.matched_stop = event.matched_stop
@@ -93,6 +101,11 @@ def model_message(model: Model) -> inference_pb2.Model:
         attention=model.attention,
         device=model.device,
     )
+
+
+def _logprob_message(logprob: TokenLogprob) -> inference_pb2.TokenLogprob:
+    top = [inference_pb2.TopLogprob(token_id=token_id, logprob=value) for token_id, value in logprob.top]
+    return inference_pb2.TokenLogprob(token_id=logprob.token_id, logprob=logprob.logprob, rank=logprob.rank, top=top)
 
 
 def _reason(reason: FinishReason) -> Any:

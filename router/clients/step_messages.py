@@ -1,0 +1,93 @@
+"""Steps and outcomes of a session as messages of executor.proto. Translation only."""
+
+import itertools
+
+from octavo.errors import Code, OctavoError
+from octavo.v1 import cache_pb2, executor_pb2
+from router.ids import StepId
+from router.logprob import TokenLogprob
+from router.step import Outcome, RowFailure, RowSampling, RowStart, Step, StepFailed, StepGap, StepResult
+
+
+def step_message(step: Step) -> executor_pb2.Step:
+    """To the wire."""
+    message = executor_pb2.Step(
+        step_id=step.step_id,
+        acknowledged_step=step.acknowledged_step,
+        retired_slots=step.retired_slots,
+        started_rows=[_row_start_message(start) for start in step.started_rows],
+        slots=[run.slot for run in step.runs],
+        start_positions=[run.start for run in step.runs],
+        num_tokens=[run.num_tokens for run in step.runs],
+    )
+    if step.extensions:
+        message.extensions.add(
+            slots=[extension.slot for extension in step.extensions],
+            counts=[len(extension.block_ids) for extension in step.extensions],
+            block_ids=[block_id for extension in step.extensions for block_id in extension.block_ids],
+        )
+    return message
+
+
+def _row_start_message(start: RowStart) -> executor_pb2.RowStart:
+    return executor_pb2.RowStart(
+        slot=start.slot,
+        incarnation=start.incarnation,
+        token_ids=start.token_ids,
+        num_computed_tokens=start.num_computed_tokens,
+        tables=[cache_pb2.BlockTable(block_ids=start.block_ids)],
+        sampling=_sampling_message(start.sampling),
+    )
+
+
+def _sampling_message(sampling: RowSampling) -> executor_pb2.RowSampling:
+    return executor_pb2.RowSampling(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        suppressed_token_ids=sampling.suppressed_token_ids,
+        suppress_until=sampling.suppress_until,
+        logprobs=sampling.logprobs,
+        num_top_logprobs=sampling.num_top_logprobs,
+    )
+
+
+def outcome_of(response: executor_pb2.SessionResponse) -> Outcome:
+    """From the wire.
+
+    Raises:
+        OctavoError: it is no outcome.
+    """
+    kind = response.WhichOneof("message")
+    if kind == "result":
+        return _result_of(response.result)
+    if kind == "failed":
+        return StepFailed(StepId(response.failed.step_id), response.failed.reason, response.failed.message)
+    if kind == "gap":
+        return StepGap(StepId(response.gap.last_applied_step))
+    raise OctavoError(Code.INTERNAL, "UNEXPECTED_MESSAGE", f"the executor sent {kind} in the middle of a session")
+
+
+def _result_of(result: executor_pb2.StepResult) -> StepResult:
+    return StepResult(
+        StepId(result.step_id),
+        tuple(result.num_sampled),
+        tuple(result.token_ids),
+        tuple(RowFailure(failure.row, failure.reason, failure.message) for failure in result.failures),
+        result.execute_microseconds / 1e6,
+        _logprobs_of(result.sampled_logprobs),
+        _logprobs_of(result.prompt_logprobs),
+    )
+
+
+def _logprobs_of(packed: executor_pb2.Logprobs) -> dict[int, tuple[TokenLogprob, ...]]:
+    """By running row of the step; empty where no row asked."""
+    by_row: dict[int, list[TokenLogprob]] = {}
+    top = zip(packed.top_token_ids, packed.top_logprobs, strict=True)
+    entries = zip(packed.rows, packed.token_ids, packed.logprobs, packed.ranks, packed.num_top, strict=True)
+    for row, token_id, logprob, rank, num_top in entries:
+        alternatives = tuple(itertools.islice(top, num_top))
+        by_row.setdefault(row, []).append(TokenLogprob(token_id, logprob, rank, alternatives))
+    return {row: tuple(logprobs) for row, logprobs in by_row.items()}
