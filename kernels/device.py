@@ -16,13 +16,14 @@ class DeviceProperties:
     num_multiprocessors: int
     shared_memory_bytes: int  # that one program may have, opt-in limit
     native_fp8: bool  # converts e4m3fn by instruction
+    warpgroup_dots: bool  # four warps do a dot of 64 rows together, reading operands from shared memory
 
 
-A100 = DeviceProperties("sm_80", 108, 163 * 1024, native_fp8=False)
-H100 = DeviceProperties("sm_90", 132, 227 * 1024, native_fp8=True)
-B200 = DeviceProperties("sm_100", 148, 227 * 1024, native_fp8=True)
-MI300X = DeviceProperties("gfx942", 304, 64 * 1024, native_fp8=False)  # its e4m3 is another one (fnuz)
-INTERPRETER = DeviceProperties("interpreter", 8, 227 * 1024, native_fp8=False)
+A100 = DeviceProperties("sm_80", 108, 163 * 1024, native_fp8=False, warpgroup_dots=False)
+H100 = DeviceProperties("sm_90", 132, 227 * 1024, native_fp8=True, warpgroup_dots=True)
+B200 = DeviceProperties("sm_100", 148, 227 * 1024, native_fp8=True, warpgroup_dots=True)
+MI300X = DeviceProperties("gfx942", 304, 64 * 1024, native_fp8=False, warpgroup_dots=False)  # its e4m3 is another, fnuz
+INTERPRETER = DeviceProperties("interpreter", 8, 227 * 1024, native_fp8=False, warpgroup_dots=False)
 
 
 @functools.cache
@@ -37,10 +38,11 @@ def device_properties(device: torch.device) -> DeviceProperties:
         )
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
-        return DeviceProperties(properties.gcnArchName, properties.multi_processor_count, 64 * 1024, native_fp8=False)
+        return DeviceProperties(properties.gcnArchName, properties.multi_processor_count, 64 * 1024, False, False)
     return DeviceProperties(
         f"sm_{properties.major}{properties.minor}",
         properties.multi_processor_count,
         properties.shared_memory_per_block_optin,
         native_fp8=(properties.major, properties.minor) >= (8, 9),
+        warpgroup_dots=properties.major in (9, 10),
     )

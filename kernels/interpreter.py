@@ -15,7 +15,7 @@ import triton.runtime.interpreter as interpreter
 
 def speed_up_interpreter() -> None:
     """Replace private parts of the interpreter where they are found; called again it does nothing."""
-    options = getattr(getattr(interpreter, "interpreter_builder", None), "options", None)
+    options: Any = getattr(getattr(interpreter, "interpreter_builder", None), "options", None)
     if hasattr(options, "sanitize_overflow"):
         interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
     original = getattr(interpreter, "_patch_lang", None)
