@@ -28,12 +28,14 @@ class Runner:
         arena: Arena,
         attention: AttentionBackend,
         clock: Callable[[], float] = time.perf_counter,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """clock: seconds, monotonic."""
+        """clock: seconds, monotonic; wall_clock: seconds since 1970."""
         self._model = model
         self._arena = arena
         self._attention = attention
         self._clock = clock
+        self._wall_clock = wall_clock
 
     def run(self, copy_sources: Ints, copy_targets: Ints, batch: Batch | None) -> StepOutput:
         """Copy blocks, then compute and sample.
@@ -45,7 +47,7 @@ class Runner:
         Raises:
             StepError: OUT_OF_MEMORY or MODEL_ERROR; KV was written only where the batch may write.
         """
-        began = self._clock()
+        began, began_unix = self._clock(), self._wall_clock()
         try:
             with torch.inference_mode():
                 if copy_sources.size:
@@ -55,7 +57,7 @@ class Runner:
             raise StepError(OUT_OF_MEMORY, f"no memory for a step: {error}; send fewer tokens in one step") from error
         except Exception as error:
             raise _step_error(error) from error
-        return StepOutput(token_ids, finite, round((self._clock() - began) * 1e6))
+        return StepOutput(token_ids, finite, round((self._clock() - began) * 1e6), round(began_unix * 1e6))
 
     def _compute(self, batch: Batch) -> tuple[Ints, npt.NDArray[np.bool_]]:
         attention = self._attention.prepare(batch.attention, self._arena.views)

@@ -153,6 +153,7 @@ def _result_message(result: StepResult) -> pb.StepResult:
         token_ids=result.token_ids.tolist(),
         failures=failures,
         execute_microseconds=result.execute_microseconds,
+        began_unix_microseconds=result.began_unix_microseconds,
     )
 
 

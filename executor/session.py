@@ -125,5 +125,10 @@ class Session:
             for row in failed.tolist()
         )
         return StepResult(
-            step.step_id, num_sampled, output.token_ids[output.finite], failures, output.execute_microseconds
+            step.step_id,
+            num_sampled,
+            output.token_ids[output.finite],
+            failures,
+            output.execute_microseconds,
+            output.began_unix_microseconds,
         )

@@ -99,6 +99,7 @@ class StepResult:
     token_ids: Ints  # [sum(num_sampled)], flat
     failures: tuple[RowFailure, ...] = ()
     execute_microseconds: int = 0
+    began_unix_microseconds: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,7 @@ class StepOutput:
     token_ids: Ints  # [num_sampling], undefined where not finite
     finite: npt.NDArray[np.bool_]  # [num_sampling]: the row's logits hold no NaN and no infinity
     execute_microseconds: int
+    began_unix_microseconds: int = 0
 
 
 StepOutcome = StepResult | StepFailed | StepGap

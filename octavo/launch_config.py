@@ -48,6 +48,8 @@ class _LaunchConfig(BaseModel):
         shared = {"log_level": values["log_level"]} if "log_level" in values else {}
         if section == "executor" and values.get("model") is not None:
             shared["model"] = values["model"]
+        if section == "router" and values.get("trace"):
+            shared["trace_file"] = values["trace"]
         return shared
 
 
@@ -70,6 +72,7 @@ class ServeConfig(_LaunchConfig):
     """Serve a model: cache service, executor and router, supervised, connected by private Unix sockets."""
 
     model: str | None = Field(None, description="a folder, a .gguf file, a hub id, or demo; as --executor.model")
+    trace: str = Field("", description="file for a Chrome trace of the last steps; as --router.trace-file")
     cache_service: CacheServiceConfig = CacheServiceConfig()
     executor: ExecutorConfig = ExecutorConfig()
     router: RouterConfig = RouterConfig()

@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import logging
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from octavo.metrics import MetricsServer, start_metrics_server
 from octavo.rpc import ServerParts, start_server
@@ -14,6 +16,7 @@ from router.metrics import RouterMetrics
 from router.servicer.accounting import AccountingInterceptor
 from router.servicer.servicer import SERVICE_NAME, InferenceServicer
 from router.text.tokenizer import load_tokenizer
+from router.trace import StepTrace
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +34,8 @@ class Router:
     def __init__(self, config: RouterConfig, load: LoadTokenizer = load_tokenizer) -> None:
         self._config = config
         self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
-        self.metrics = RouterMetrics(lambda: self.link.backend, config.executor)
+        self._trace = _trace_of(config)
+        self.metrics = RouterMetrics(lambda: self.link.backend, config.executor, self._trace)
         router_id = config.router_id or f"{socket.gethostname()}:{config.listen}"
         self.link = Link(config, router_id, self.metrics, self._threads, self._show_ready, load)
         self._servicer = InferenceServicer(self.link, config, self.metrics)
@@ -43,8 +47,10 @@ class Router:
         """Listen, and begin to connect. Health says NOT_SERVING until a model is served.
 
         Raises:
-            OSError: an address is taken or not ours.
+            OSError: an address is taken or not ours, or the trace cannot be written.
         """
+        if self._trace is not None:
+            self._trace.write()  # a path that cannot be written is said now
         keepalive_ms = int(self._config.keepalive_s * 1000)
         self._server = await start_server(
             self._config.listen,
@@ -92,6 +98,8 @@ class Router:
             await self._server.server.stop(STOP_GRACE_S)
         if self._metrics_server is not None:
             self._metrics_server.close()
+        if self._trace is not None:
+            self._trace.write()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _wait_until_idle(self) -> None:
@@ -105,3 +113,9 @@ class Router:
     async def _show_ready(self, is_ready: bool) -> None:
         if self._server is not None:
             await self._server.set_serving(is_ready and not self.link.is_draining)
+
+
+def _trace_of(config: RouterConfig) -> StepTrace | None:
+    if not config.trace_file:
+        return None
+    return StepTrace(Path(config.trace_file), config.trace_steps, time.time() - time.monotonic())

@@ -32,11 +32,15 @@ class RouterConfig(BaseModel):
     max_tokens_per_step: int = Field(
         512, ge=1, description="token budget of a step, prefill and decode together, at most the executor's"
     )
-    max_steps_in_flight: int = Field(1, ge=1, le=2, description="steps sent before the result of the first is there")
+    max_steps_in_flight: int = Field(2, ge=1, le=2, description="steps sent before the result of the first is there")
     slack_blocks: int = Field(2, ge=0, description="KV blocks asked for beyond the tokens there are")
 
     max_stop_strings: int = Field(16, ge=0, description="stop strings of a request")
     max_stop_string_bytes: int = Field(256, ge=1, description="length of a stop string in UTF-8")
     max_stop_token_ids: int = Field(64, ge=0, description="stop token ids of a request")
     tokenizer_threads: int = Field(2, ge=1, description="threads that tokenize and render chats")
+    trace_file: str = Field(
+        "", description="where the last steps are written as a Chrome trace when the router ends; empty: nowhere"
+    )
+    trace_steps: int = Field(10_000, ge=1, le=1_000_000, description="steps that the trace keeps")
     keepalive_s: float = Field(30.0, gt=0, description="seconds of silence after which a client's connection is probed")

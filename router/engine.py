@@ -19,7 +19,7 @@ from router.delivery import Ending, accept_token
 from router.ids import SessionKey, StepId
 from router.live import LiveRequest, Phase
 from router.model import Model
-from router.observer import Observer
+from router.observer import Observer, StepTimes
 from router.outbox import Allocated, Allocation, Extended, Extension, Outbox
 from router.request import CheckedRequest, FinishReason, RequestSpec
 from router.roster import Roster
@@ -73,7 +73,7 @@ class Engine:
         self._observer = observer
         self._clock = clock
         self._wakeup = asyncio.Event()
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[tuple[Outcome, float]] = []  # and when it arrived
         self._steps: SessionSteps | None = None
         self._capacity = Capacity(model, limits.slack_blocks, self.roster, outbox, observer)
 
@@ -129,7 +129,7 @@ class Engine:
     def attach(self, session: SessionKey, send: Callable[[Step], None]) -> None:
         """A fresh session: every row is sent again, with its blocks and as far as it is known to be computed."""
         self.detach()
-        self._steps = SessionSteps(session, send, self.model)
+        self._steps = SessionSteps(session, send, self.model, self._clock)
         for live in self.roster.running.values():
             live.reset_at_executor()
             live.row.num_sent, live.row.num_tokens = live.row.num_computed, len(live.tokens)
@@ -146,7 +146,7 @@ class Engine:
 
     def on_outcome(self, outcome: Outcome) -> None:
         """A step's result is here."""
-        self._outcomes.append(outcome)
+        self._outcomes.append((outcome, self._clock()))
         self._wakeup.set()
 
     def on_allocated(self, allocation: Allocation, outcome: Allocated) -> None:
@@ -203,17 +203,17 @@ class Engine:
 
     def _receive(self) -> None:
         outcomes, self._outcomes = self._outcomes, []
-        for outcome in outcomes:
+        for outcome, received in outcomes:
             if self._steps is None or self._steps.drop_refused():
                 continue
             if isinstance(outcome, StepResult):
-                self._deliver(self._steps, outcome)
+                self._deliver(self._steps, outcome, received)
             elif isinstance(outcome, StepFailed):
                 self._drop_failed_step(self._steps, outcome)
             else:
                 raise ValueError(f"the executor misses a step behind {outcome.last_applied_step}")
 
-    def _deliver(self, steps: SessionSteps, result: StepResult) -> None:
+    def _deliver(self, steps: SessionSteps, result: StepResult, received: float) -> None:
         began = self._clock()
         sent = steps.complete(result.step_id)
         self._outbox.acknowledge(steps.key, result.step_id)
@@ -222,7 +222,22 @@ class Engine:
                 self._fail(sent_run.live, _internal(output.failure.reason, output.failure.message))
             elif sent_run.live.phase is not Phase.ENDED:
                 self._advance(sent_run, output, began)
-        self._observer.on_delivered(self._clock() - began, result.execute_s)
+        self._observer.on_step(
+            StepTimes(
+                session_id=steps.key.session_id,
+                step_id=result.step_id,
+                num_rows=len(sent.runs),
+                num_tokens=sum(sent_run.run.num_tokens for sent_run in sent.runs),
+                plan_began=sent.plan_began,
+                send_began=sent.send_began,
+                sent=sent.sent,
+                received=received,
+                deliver_began=began,
+                delivered=self._clock(),
+                execute_began_unix_s=result.execute_began_unix_s,
+                execute_s=result.execute_s,
+            )
+        )
 
     def _advance(self, sent_run: SentRun, output: RunOutput, now: float) -> None:
         """A request is further by one run: also one that was preempted while the run was on its way."""
@@ -272,8 +287,7 @@ class Engine:
             lives = [self.roster.running[run.slot] for run in runs]
             for live in lives:
                 live.times.first_scheduled = began if live.times.first_scheduled is None else live.times.first_scheduled
-            steps.send(zip(lives, runs, strict=True))
-            self._observer.on_planned(self._clock() - began, scheduler.num_planned_tokens(runs))
+            steps.send(zip(lives, runs, strict=True), began)
 
     # ------------------------------------------------------------------------------------------------------- the end
 

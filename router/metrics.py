@@ -12,7 +12,9 @@ from prometheus_client.registry import Collector
 from octavo import metrics as shared
 from router.backend import Backend
 from router.live import Phase
+from router.observer import StepTimes
 from router.request import Timing, Usage
+from router.trace import StepTrace
 
 LABELS = ("model_name", "engine")
 # Longest answer that its histogram tells apart; the model's own length is known only once it is served.
@@ -25,11 +27,13 @@ class RouterMetrics:
     Args:
         backend: what is served now; read at each scrape and for each label.
         engine: name of the engine behind, as a label.
+        trace: is told of every step too.
     """
 
-    def __init__(self, backend: Callable[[], Backend | None], engine: str) -> None:
+    def __init__(self, backend: Callable[[], Backend | None], engine: str, trace: StepTrace | None = None) -> None:
         self.registry = CollectorRegistry()
         self._backend = backend
+        self._trace = trace
         self._engine = engine
         self.registry.register(_Gauges(backend, engine))
         self._make_counters()
@@ -95,13 +99,14 @@ class RouterMetrics:
     def on_preempted(self) -> None:
         self._preemptions.labels(*self._labels).inc()
 
-    def on_planned(self, plan_s: float, num_tokens: int) -> None:
-        self._step_time.labels(*self._labels, "plan").observe(plan_s)
-        if num_tokens:
-            self._iteration.labels(*self._labels).observe(num_tokens)
-
-    def on_delivered(self, deliver_s: float, execute_s: float) -> None:
-        self._step_time.labels(*self._labels, "deliver").observe(deliver_s)
+    def on_step(self, times: StepTimes) -> None:
+        labels = self._labels
+        self._step_time.labels(*labels, "plan").observe(times.send_began - times.plan_began)
+        self._step_time.labels(*labels, "deliver").observe(times.delivered - times.deliver_began)
+        if times.num_tokens:
+            self._iteration.labels(*labels).observe(times.num_tokens)
+        if self._trace is not None:
+            self._trace.add(times)
 
     def on_ended(self, outcome: str, usage: Usage, timing: Timing, elapsed_s: float) -> None:
         labels = self._labels

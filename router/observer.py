@@ -1,8 +1,33 @@
 """What the engine tells whoever counts and measures. The engine knows nothing of metrics, and they cannot stop it."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from router.request import Timing, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """One step from its plan to its delivery. Moments are in the engine's clock (seconds).
+
+    Attributes:
+        sent: its message waits for the connection.
+        received: its result reached the engine's loop.
+        execute_began_unix_s: by the executor's wall clock.
+    """
+
+    session_id: int
+    step_id: int
+    num_rows: int
+    num_tokens: int
+    plan_began: float
+    send_began: float
+    sent: float
+    received: float
+    deliver_began: float
+    delivered: float
+    execute_began_unix_s: float
+    execute_s: float
 
 
 class Observer(Protocol):
@@ -17,9 +42,8 @@ class Observer(Protocol):
 
     def on_preempted(self) -> None: ...
 
-    def on_planned(self, plan_s: float, num_tokens: int) -> None: ...
-
-    def on_delivered(self, deliver_s: float, execute_s: float) -> None: ...
+    def on_step(self, times: StepTimes) -> None:
+        """A step was delivered."""
 
     def on_ended(self, outcome: str, usage: Usage, timing: Timing, elapsed_s: float) -> None:
         """The end of a request; `outcome` is the finish reason in small letters, `abort` or `error`."""

@@ -81,6 +81,7 @@ class StepResult:
     token_ids: tuple[int, ...]
     failures: tuple[RowFailure, ...]
     execute_s: float
+    execute_began_unix_s: float = 0.0
     logprobs: Mapping[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
 

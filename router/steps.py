@@ -32,9 +32,14 @@ class SentRun:
 
 @dataclass(frozen=True, slots=True)
 class SentStep:
+    """Moments in the engine's clock (seconds), as `observer.StepTimes`."""
+
     step_id: StepId
     runs: tuple[SentRun, ...]
     retired_slots: tuple[Slot, ...]
+    plan_began: float
+    send_began: float
+    sent: float
 
 
 class SessionSteps:
@@ -43,12 +48,14 @@ class SessionSteps:
     Args:
         key: the session.
         send: puts a step on its way; never blocks.
+        clock: seconds, monotonic; only for times that are reported.
     """
 
-    def __init__(self, key: SessionKey, send: Callable[[Step], None], model: Model) -> None:
+    def __init__(self, key: SessionKey, send: Callable[[Step], None], model: Model, clock: Callable[[], float]) -> None:
         self.key = key
         self._send = send
         self._model = model
+        self._clock = clock
         self._in_flight: deque[SentStep] = deque()
         self._to_retire: list[Slot] = []
         self._next_id = StepId(1)
@@ -71,8 +78,9 @@ class SessionSteps:
         """The row of this slot leaves with the next step."""
         self._to_retire.append(slot)
 
-    def send(self, runs: Iterable[tuple[LiveRequest, Run]]) -> None:
+    def send(self, runs: Iterable[tuple[LiveRequest, Run]], plan_began: float) -> None:
         """Send the next step, with all that changed since the last one."""
+        send_began = self._clock()
         step_id = self._next_id
         started, extensions, sent = [], [], []
         for live, run in runs:
@@ -86,10 +94,10 @@ class SessionSteps:
             live.num_steps_in_flight += 1
             mark_sent(live.row, run)
         retired, self._to_retire = tuple(self._to_retire), []
-        self._in_flight.append(SentStep(step_id, tuple(sent), retired))
         self._next_id = StepId(step_id + 1)
         all_runs = tuple(sent_run.run for sent_run in sent)
         self._send(Step(step_id, self.last_result, retired, tuple(started), tuple(extensions), all_runs))
+        self._in_flight.append(SentStep(step_id, tuple(sent), retired, plan_began, send_began, self._clock()))
 
     def complete(self, step_id: StepId) -> SentStep:
         """The result of the oldest step is here.

@@ -7,6 +7,7 @@ proves that the blocks it reads hold exactly the row's own history.
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -225,31 +226,57 @@ class FakeExecutor:
             await asyncio.shield(self._cache.CloseSession(cache_pb2.CloseSessionRequest(session=key)))
 
     async def _run_steps(self, requests: AsyncIterator[executor_pb2.SessionRequest]) -> AsyncIterator[Any]:
+        """As the real one: a step is read while the one before it computes, and begins right behind it."""
+        incoming: asyncio.Queue[executor_pb2.SessionRequest | None] = asyncio.Queue()
+        outcomes: asyncio.Queue[executor_pb2.SessionResponse | OctavoError | None] = asyncio.Queue()
+        tasks = [asyncio.create_task(_pour(requests, incoming)), asyncio.create_task(self._work(incoming, outcomes))]
+        try:
+            while (outcome := await outcomes.get()) is not None:
+                if isinstance(outcome, OctavoError):
+                    raise outcome
+                yield outcome
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _work(self, incoming: asyncio.Queue, outcomes: asyncio.Queue) -> None:
         last_applied = 0
-        async for request in requests:
-            kind = request.WhichOneof("message")
-            if kind == "close":
-                return
-            if kind != "step":
-                continue
-            step = request.step
-            if step.step_id != last_applied + 1:
-                yield executor_pb2.SessionResponse(gap=executor_pb2.StepGap(last_applied_step=last_applied))
-                continue
-            if self.hooks.breaks_next:
-                self.hooks.breaks_next = False
-                raise OctavoError(Code.UNAVAILABLE, "BROKEN", "the test broke this session")
-            try:
-                await self.hooks.is_open.wait()
-                if self.hooks.before_step is not None:
-                    await self.hooks.before_step(step)
-            except StepRefusedError as error:
-                failed = executor_pb2.StepFailed(step_id=step.step_id, reason=error.reason, message=error.message)
-                yield executor_pb2.SessionResponse(failed=failed)
-                continue
-            last_applied = step.step_id
-            self.steps.append(step)
-            yield executor_pb2.SessionResponse(result=self._apply(step))
+        try:
+            while (request := await incoming.get()) is not None and request.WhichOneof("message") != "close":
+                if request.WhichOneof("message") != "step":
+                    continue
+                response = await self._run_step(request.step, last_applied)
+                if response.WhichOneof("message") == "result":
+                    last_applied = request.step.step_id
+                outcomes.put_nowait(response)
+        except OctavoError as error:
+            outcomes.put_nowait(error)
+        except Exception as error:
+            outcomes.put_nowait(OctavoError(Code.INTERNAL, "PROTOCOL_BROKEN", repr(error)))
+            raise
+        finally:
+            outcomes.put_nowait(None)
+
+    async def _run_step(self, step: executor_pb2.Step, last_applied: int) -> executor_pb2.SessionResponse:
+        if step.step_id != last_applied + 1:
+            return executor_pb2.SessionResponse(gap=executor_pb2.StepGap(last_applied_step=last_applied))
+        if self.hooks.breaks_next:
+            self.hooks.breaks_next = False
+            raise OctavoError(Code.UNAVAILABLE, "BROKEN", "the test broke this session")
+        began = time.time()
+        try:
+            await self.hooks.is_open.wait()
+            if self.hooks.before_step is not None:
+                await self.hooks.before_step(step)
+        except StepRefusedError as error:
+            failed = executor_pb2.StepFailed(step_id=step.step_id, reason=error.reason, message=error.message)
+            return executor_pb2.SessionResponse(failed=failed)
+        self.steps.append(step)
+        result = self._apply(step)
+        result.began_unix_microseconds = round(began * 1e6)
+        result.execute_microseconds = round((time.time() - began) * 1e6)
+        return executor_pb2.SessionResponse(result=result)
 
     # ------------------------------------------------------------------------------------------------------- one step
 
@@ -307,6 +334,15 @@ class FakeExecutor:
     @staticmethod
     def _place(row: _Row, position: int) -> tuple[int, int]:
         return row.block_ids[position // BLOCK_SIZE], position % BLOCK_SIZE
+
+
+async def _pour(source: AsyncIterator[Any], target: asyncio.Queue) -> None:
+    """All items, then None."""
+    try:
+        async for item in source:
+            target.put_nowait(item)
+    finally:
+        target.put_nowait(None)
 
 
 def _history_hash(tokens: Sequence[int]) -> int:

@@ -77,6 +77,7 @@ def _result_of(result: executor_pb2.StepResult) -> StepResult:
         tuple(result.token_ids),
         tuple(RowFailure(failure.row, failure.reason, failure.message) for failure in result.failures),
         result.execute_microseconds / 1e6,
+        result.began_unix_microseconds / 1e6,
         _logprobs_of(result.sampled_logprobs),
         _logprobs_of(result.prompt_logprobs),
     )

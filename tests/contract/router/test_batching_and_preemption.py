@@ -26,6 +26,10 @@ def expected(prompt: str, num_tokens: int) -> list[int]:
     return history[len(prompt.encode()) :]
 
 
+async def compute(_: Any) -> None:
+    await asyncio.sleep(0.003)
+
+
 async def generate_all(stack: Stack, jobs: Sequence[tuple[str, int]], **fields: Any) -> list[Any]:
     """All at once; each answer must be that of the script alone."""
     calls = [
@@ -189,18 +193,21 @@ async def test_decodes_go_on_beside_a_long_prefill(source: str) -> None:
         assert all(1 in step.num_tokens for step in mixed)
 
 
-async def test_decode_steps_do_not_wait_for_extensions(source: str) -> None:
-    """Blocks are asked for ahead of need: no row ever runs to the very end of its blocks and stands."""
-    async with running_stack(source) as stack:
+@depths
+async def test_decode_steps_do_not_wait_for_extensions(source: str, max_steps_in_flight: int) -> None:
+    """Blocks are asked for ahead of need: no row ever stands at the end of its blocks while a step could be sent."""
+    async with running_stack(source, config={"max_steps_in_flight": max_steps_in_flight}) as stack:
+        stack.executor.hooks.before_step = compute
         stalls = 0
         original = stack.engine._send
 
         def counted(steps: Any) -> None:
             nonlocal stalls
-            stalls += sum(
-                live.row.num_target > live.row.num_sent and not live.row.num_runnable
-                for live in stack.engine.roster.running.values()
-            )
+            if steps.num_in_flight < max_steps_in_flight:
+                stalls += sum(
+                    live.row.num_target > live.row.num_sent and not live.row.num_runnable
+                    for live in stack.engine.roster.running.values()
+                )
             original(steps)
 
         stack.engine._send = counted  # type: ignore[method-assign]

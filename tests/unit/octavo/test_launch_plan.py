@@ -47,6 +47,11 @@ def test_what_is_said_once_reaches_every_section_that_says_nothing():
     assert (config.cache_service.log_level, config.router.log_level) == ("debug", "error")
 
 
+def test_a_trace_is_the_routers():
+    [_, _, [router]] = serve(trace="/tmp/steps.json")
+    assert "--trace-file=/tmp/steps.json" in router.argv
+
+
 def test_address_that_was_chosen_is_used_and_connected_to():
     [[cache], [executor], _] = serve(cache_service={"listen": "0.0.0.0:7801"})
     assert "--listen=0.0.0.0:7801" in cache.argv
