@@ -31,10 +31,10 @@ _LAYER_NAMES = {
 
 @dataclass(frozen=True)
 class Damage:
-    """What is wrong with a file: tensors by their GGUF names."""
+    """What a file lacks, or has besides: tensors by their GGUF names."""
 
     missing: tuple[str, ...] = ()
-    extra: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # name -> shape
+    extra: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 def write_gguf(model: PreTrainedModel, file: Path, architecture: str, damage: Damage | None = None) -> Path:
@@ -46,8 +46,8 @@ def write_gguf(model: PreTrainedModel, file: Path, architecture: str, damage: Da
         tied = name == "lm_head.weight" and model.config.tie_word_embeddings
         if not tied and _gguf_name(name) not in damage.missing:
             writer.add_tensor(_gguf_name(name), _rows(name, tensor, model, architecture))
-    for name, shape in damage.extra.items():
-        writer.add_tensor(name, np.zeros(shape, dtype=np.float32))
+    for name, values in damage.extra.items():
+        writer.add_tensor(name, values.astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -17,6 +17,7 @@ from executor.model.gguf_index import GgufIndex, read_gguf_index
 from executor.model.hook import IMPLEMENTATION, AttentionHook
 from executor.model.probe import probe_geometry
 from executor.model.refusal import not_loadable, unsupported
+from executor.model.rope_factors import apply_rope_factors
 from executor.model.support import check_config
 from octavo.errors import OctavoError
 from octavo.model_source import ModelSource
@@ -38,8 +39,9 @@ def load_model(source: ModelSource, weights_dtype: str) -> CausalModel:
     config = _load_config(source, location, options)
     check_config(config)
     module = _load_module(source, location, options, config, weights_dtype)
-    if gguf is not None:
-        _check_gguf_tensors(source, gguf, module)
+    if gguf is not None and source.path:
+        has_factors = apply_rope_factors(module, source.path, gguf.tensor_names)
+        _check_gguf_tensors(source, gguf, module, num_used_beside=int(has_factors))
     hook = AttentionHook(module)
     layers, vocabulary_size = probe_geometry(module, hook, module.config)
     return CausalModel(module, hook, module.config, layers, vocabulary_size, WEIGHTS_DTYPES[weights_dtype])
@@ -108,13 +110,17 @@ def _check_complete(source: ModelSource, info: dict[str, Any]) -> None:
         log.warning("%s: tensors that the model has no place for: %s", source.reference, _some(info["unexpected_keys"]))
 
 
-def _check_gguf_tensors(source: ModelSource, gguf: GgufIndex, module: nn.Module) -> None:
-    """Tensors that the loader's map does not know are passed over in silence: a bias left out is a wrong model."""
+def _check_gguf_tensors(source: ModelSource, gguf: GgufIndex, module: nn.Module, num_used_beside: int) -> None:
+    """Tensors that the loader's map does not know are passed over in silence: a bias left out is a wrong model.
+
+    Args:
+        num_used_beside: tensors that are no parameters and were used all the same.
+    """
     parameters = [name for name, _ in module.named_parameters()]
     biases = [name for name in gguf.tensor_names if name.endswith(".bias")]
     if len(biases) > sum(name.endswith("bias") for name in parameters):
         raise not_loadable(f"{source.reference}: the model has no place for all of these: {_some(biases)}")
-    if len(gguf.tensor_names) > len(parameters):
+    if len(gguf.tensor_names) - num_used_beside > len(parameters):
         log.warning(
             "%s: the file has %d tensors, the model %d parameters; some are not used",
             source.reference,

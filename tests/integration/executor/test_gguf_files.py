@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
@@ -89,14 +90,47 @@ def test_a_missing_tensor_is_refused_by_name(tmp_path, missing, named):
 
 def test_a_bias_that_the_model_has_no_place_for_is_refused(tmp_path):
     """The loader would pass over it, and serve another model."""
-    damage = Damage(extra={"blk.0.attn_q.bias": (64,)})
+    damage = Damage(extra={"blk.0.attn_q.bias": np.zeros(64)})
     assert "blk.0.attn_q.bias" in refusal(write_gguf(llama(), tmp_path / "model.gguf", "llama", damage))
 
 
 def test_another_extra_tensor_is_said_and_changes_nothing(tmp_path, caplog):
     model = llama()
-    check(write_gguf(model, tmp_path / "model.gguf", "llama", Damage(extra={"rope_freqs.weight": (8,)})), model)
+    check(write_gguf(model, tmp_path / "model.gguf", "llama", Damage(extra={"who.knows": np.zeros(8)})), model)
     assert "the file has 22 tensors, the model 21 parameters" in caplog.text
+
+
+def test_rotary_factors_of_the_file_are_used(tmp_path):
+    """Llama 3.1: its stretched frequencies are a tensor that the loader passes over, and answers would be wrong."""
+    torch.manual_seed(0)
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }
+    model = LlamaForCausalLM(LlamaConfig(**CONFIG, rope_parameters=rope)).eval()
+    plain = 10000.0 ** (-torch.arange(0, 16, 2) / 16)
+    factors = (plain / model.model.rotary_emb.inv_freq).numpy()
+    assert factors.max() > 7
+    file = write_gguf(model, tmp_path / "model.gguf", "llama", Damage(extra={"rope_freqs.weight": factors}))
+    check(file, model)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("rope_freqs.weight", np.zeros(8)),
+        ("rope_freqs.weight", np.ones(4)),
+        ("rope_factors_long.weight", np.ones(8)),
+    ],
+)
+def test_rotary_factors_that_cannot_be_used_are_refused(tmp_path, name, values):
+    file = write_gguf(llama(), tmp_path / "model.gguf", "llama", Damage(extra={name: values}))
+    with pytest.raises(OctavoError, match=name):
+        load_model(resolve_model(str(file)), "float32")
 
 
 @pytest.mark.parametrize("share", [0.02, 0.5, 0.99])
