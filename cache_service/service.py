@@ -165,8 +165,14 @@ class CacheService:
         ended = self._registry.end_epoch(executor)
         for session in ended:
             self._end_session(session, executor.arena_id, now)
-        log.warning(
-            "executor %s, epoch %d, is dead; %d sessions ended", executor.executor_id, executor.epoch, len(ended)
+        # One that stops in order has closed its sessions before.
+        level = logging.WARNING if ended else logging.INFO
+        log.log(
+            level,
+            "executor %s, epoch %d, has ended; sessions cut: %d",
+            executor.executor_id,
+            executor.epoch,
+            len(ended),
         )
 
     # ------------------------------------------------------------------------------------------------------- sessions

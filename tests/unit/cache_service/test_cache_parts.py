@@ -188,3 +188,18 @@ def test_metrics_are_those_of_the_state_at_the_scrape() -> None:
 def test_options_that_contradict_are_refused() -> None:
     with pytest.raises(ValidationError, match="min_lease_ttl_s"):
         CacheServiceConfig(min_lease_ttl_s=60.0)
+
+
+@pytest.mark.parametrize(("closes_first", "level"), [(True, "INFO"), (False, "WARNING")])
+def test_only_an_executor_that_dies_amid_its_sessions_is_worth_a_warning(
+    closes_first: bool, level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    driver = InProcessDriver()
+    epoch = driver.register("e", 8, 4)
+    _, client_epoch = driver.open_lease("r")
+    driver.open_session(session := SessionKey("e", epoch, 1), "r", client_epoch)
+    if closes_first:
+        driver.close_session(session)
+    driver.kill_executor("e")
+    assert [record.levelname for record in caplog.records if "has ended" in record.message] == [level]
