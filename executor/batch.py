@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from executor.logits.adjust import Adjustments, pack_adjustments
 from executor.sampler import SamplingBatch
 from executor.slots import SlotTable, ranges
 from executor.step import Ints
@@ -31,6 +32,22 @@ class AttentionBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """Tokens that are told their log-probabilities, of the rows that ask."""
+
+    rows: Ints  # [num_scored], what each belongs to
+    num_top: Ints  # [num_scored], alternatives
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores(ScoredTokens):
+    """Tokens of histories: each is scored by the logits of the token before it."""
+
+    logits_tokens: Tensor  # [num_scored] int64, index in the batch of the token before
+    token_ids: Ints  # [num_scored]
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """The input of one forward pass."""
 
@@ -39,6 +56,9 @@ class Batch:
     attention: AttentionBatch
     logits_tokens: Tensor  # [num_sampling] int64, sampling row -> its last token in the batch
     sampling: SamplingBatch
+    adjustments: Adjustments | None  # None: no sampling row has rules
+    sample_scores: ScoredTokens | None  # rows: sampling rows; None: no row asks
+    prompt_scores: PromptScores | None  # rows: batch rows; None: no row asks
 
     @property
     def num_tokens(self) -> int:
@@ -59,6 +79,7 @@ def pack_batch(table: SlotTable, slots: Ints, starts: Ints, counts: Ints, block_
     ends = starts + counts
     query_ends = np.cumsum(counts)
     samples = sampling_rows(table, slots, starts, counts)
+    sampled = slots[samples]
     return Batch(
         input_ids=torch.from_numpy(table.history[token_slots, positions].astype(np.int64)),
         positions=torch.from_numpy(positions),
@@ -70,7 +91,10 @@ def pack_batch(table: SlotTable, slots: Ints, starts: Ints, counts: Ints, block_
             write_offsets=torch.from_numpy(positions % block_size),
         ),
         logits_tokens=torch.from_numpy(query_ends[samples] - 1),
-        sampling=_pack_sampling(table, slots[samples]),
+        sampling=_pack_sampling(table, sampled),
+        adjustments=_pack_rules(table, sampled),
+        sample_scores=_pack_sample_scores(table, sampled),
+        prompt_scores=_pack_prompt_scores(table, slots, starts, counts),
     )
 
 
@@ -88,12 +112,6 @@ def _packed_tables(table: SlotTable, slots: Ints, ends: Ints, block_size: int) -
 
 def _pack_sampling(table: SlotTable, slots: Ints) -> SamplingBatch:
     rows = table.rows[slots]
-    suppressed = [
-        table.suppressed[slot] if slot in table.suppressed and length < until else None
-        for slot, length, until in zip(
-            slots.tolist(), rows["length"].tolist(), rows["suppress_until"].tolist(), strict=True
-        )
-    ]
     return SamplingBatch(
         temperature=torch.from_numpy(rows["temperature"].copy()),
         top_k=torch.from_numpy(rows["top_k"].copy()),
@@ -102,6 +120,30 @@ def _pack_sampling(table: SlotTable, slots: Ints) -> SamplingBatch:
         seed=torch.from_numpy(rows["seed"].astype(np.int64)),
         position=torch.from_numpy(rows["length"].copy()),
         choice_index=torch.from_numpy(rows["choice_index"].copy()),
-        suppressed_rows=torch.tensor([i for i, ids in enumerate(suppressed) if ids is not None for _ in ids]).long(),
-        suppressed_ids=torch.from_numpy(np.concatenate([ids for ids in suppressed if ids is not None] or [slots[:0]])),
     )
+
+
+def _pack_rules(table: SlotTable, slots: Ints) -> Adjustments | None:
+    if not table.rules:
+        return None
+    return pack_adjustments([table.rules.get(slot) for slot in slots.tolist()], table.rows["length"][slots].tolist())
+
+
+def _pack_sample_scores(table: SlotTable, slots: Ints) -> ScoredTokens | None:
+    num_top = table.rows["num_top"][slots]
+    rows = np.flatnonzero(num_top >= 0)
+    return ScoredTokens(rows, num_top[rows]) if rows.size else None
+
+
+def _pack_prompt_scores(table: SlotTable, slots: Ints, starts: Ints, counts: Ints) -> PromptScores | None:
+    """Token p is scored when token p - 1 is computed: of [start, start + count) those are [start + 1, ... + count]."""
+    rows = table.rows[slots]
+    first = np.maximum(starts + 1, rows["score_from"])
+    num_scored = np.maximum(np.minimum(starts + counts + 1, rows["score_until"]) - first, 0)  # [num_rows]
+    if not num_scored.any():
+        return None
+    batch_rows = np.repeat(np.arange(len(slots)), num_scored)
+    positions = ranges(first, num_scored)
+    before = positions - 1 - starts[batch_rows] + (np.cumsum(counts) - counts)[batch_rows]
+    token_ids = table.history[slots[batch_rows], positions].astype(np.int64)
+    return PromptScores(batch_rows, rows["num_prompt_top"][batch_rows], torch.from_numpy(before), token_ids)

@@ -5,18 +5,23 @@ Holds no state of rows or sessions. Runs in the worker's thread alone.
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from executor.arena import Arena
 from executor.attention import AttentionBackend
 from executor.batch import Batch
+from executor.logits.adjust import adjust
+from executor.logits.score import token_logprobs
 from executor.model.forward import CausalModel
 from executor.sampler import sample
 from executor.step import MODEL_ERROR, NO_INTS, OUT_OF_MEMORY, Ints, StepError, StepOutput
 from octavo.errors import OctavoError
+
+NOTHING = StepOutput(NO_INTS, NO_INTS.astype(np.bool_), 0)
 
 
 class Runner:
@@ -52,23 +57,43 @@ class Runner:
             with torch.inference_mode():
                 if copy_sources.size:
                     self._arena.copy_blocks(torch.from_numpy(copy_sources), torch.from_numpy(copy_targets))
-                token_ids, finite = self._compute(batch) if batch is not None else (NO_INTS, NO_INTS.astype(np.bool_))
+                output = self._compute(batch) if batch is not None else NOTHING
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise StepError(OUT_OF_MEMORY, f"no memory for a step: {error}; send fewer tokens in one step") from error
         except Exception as error:
             raise _step_error(error) from error
-        return StepOutput(token_ids, finite, round((self._clock() - began) * 1e6), round(began_unix * 1e6))
+        execute_microseconds = round((self._clock() - began) * 1e6)
+        return replace(
+            output, execute_microseconds=execute_microseconds, began_unix_microseconds=round(began_unix * 1e6)
+        )
 
-    def _compute(self, batch: Batch) -> tuple[Ints, npt.NDArray[np.bool_]]:
+    def _compute(self, batch: Batch) -> StepOutput:
         attention = self._attention.prepare(batch.attention, self._arena.views)
         logits = self._model.forward(batch, attention)
-        if not len(logits):
-            return NO_INTS, NO_INTS.astype(np.bool_)
-        lowest, highest = logits.aminmax(dim=-1)  # both are NaN in a row with a NaN
-        finite = lowest.isfinite() & highest.isfinite()
-        if not finite.all():
-            logits[~finite] = 0  # keeps the sampler's arithmetic defined; the row's token is dropped
-        return sample(logits, batch.sampling).numpy(), finite.numpy()
+        num_sampling = len(batch.logits_tokens)
+        output = _sample(logits[:num_sampling], batch) if num_sampling else NOTHING
+        scores = batch.prompt_scores
+        if scores is None:
+            return output
+        prompt = token_logprobs(logits[num_sampling:], scores.rows, scores.token_ids, scores.num_top)
+        return replace(output, prompt_logprobs=prompt)
+
+
+def _sample(logits: Tensor, batch: Batch) -> StepOutput:
+    """One token per row of logits, [num_sampling, vocabulary_size] float32, which are overwritten."""
+    lowest, highest = logits.aminmax(dim=-1)  # both are NaN in a row with a NaN
+    finite = lowest.isfinite() & highest.isfinite()
+    if not finite.all():
+        logits[~finite] = 0  # keeps the arithmetic below defined; the row's token is dropped
+    scores = batch.sample_scores
+    unchanged = logits[torch.from_numpy(scores.rows)] if scores is not None else None  # a copy
+    if batch.adjustments is not None:
+        adjust(logits, batch.adjustments)
+    token_ids = sample(logits, batch.sampling).numpy()
+    logprobs = None
+    if scores is not None and unchanged is not None:
+        logprobs = token_logprobs(unchanged, scores.rows, token_ids[scores.rows], scores.num_top)
+    return StepOutput(token_ids, finite.numpy(), 0, sampled_logprobs=logprobs)
 
 
 def _step_error(error: Exception) -> StepError:

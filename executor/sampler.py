@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from executor.logits.highest import at_least
 from executor.philox import philox4x32
 
 _WORD = 0xFFFFFFFF
@@ -33,22 +34,18 @@ class SamplingBatch:
     seed: Tensor  # [num_sampling] int64, the bits of the unsigned seed
     position: Tensor  # [num_sampling] int64, index in the sequence of the token that is sampled
     choice_index: Tensor  # [num_sampling] int64
-    suppressed_rows: Tensor  # [num_suppressed] int64, index into the sampling rows
-    suppressed_ids: Tensor  # [num_suppressed] int64, token id that this row cannot sample
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """One token per row.
 
     Args:
-        logits: [num_sampling, vocabulary_size] float32, finite; suppressed entries are overwritten.
+        logits: [num_sampling, vocabulary_size] float32; -inf cannot be sampled, and no row is all -inf.
         batch: the rows' parameters.
 
     Returns:
         [num_sampling] int64. Equal scores go to the lowest id.
     """
-    if len(batch.suppressed_rows):
-        logits[batch.suppressed_rows, batch.suppressed_ids] = -torch.inf
     tokens = logits.argmax(dim=-1)
     rows = (batch.temperature > 0).nonzero().squeeze(1)  # [num_random] -> sampling row
     if len(rows):
@@ -108,7 +105,7 @@ def _highest(scaled: Tensor, best: Tensor, num_top: Tensor, top_p: Tensor) -> Te
         whole = scaled[more].sort(dim=-1, descending=True).values
         num_kept[more] = _num_kept(whole, scaled[more], best[more], num_top[more], top_p[more])
         threshold[more] = whole.gather(1, num_kept[more][:, None] - 1)
-    return _at_least(scaled, threshold, num_kept)
+    return at_least(scaled, threshold, num_kept)
 
 
 def _num_kept(candidates: Tensor, scaled: Tensor, best: Tensor, num_top: Tensor, top_p: Tensor) -> Tensor:
@@ -128,12 +125,3 @@ def _num_kept(candidates: Tensor, scaled: Tensor, best: Tensor, num_top: Tensor,
     limit = torch.where(top_p < 1, top_p.double(), torch.inf)[:, None] * total
     order = torch.arange(num_candidates, device=candidates.device)
     return ((mass[:, :-1] < limit) & (order < num_top[:, None])).sum(dim=-1).clamp_min(1)
-
-
-def _at_least(scaled: Tensor, threshold: Tensor, num_kept: Tensor) -> Tensor:
-    """The num_kept highest of each row, where the lowest of them has the value `threshold`."""
-    above, equal = scaled > threshold, scaled == threshold
-    num_equal = num_kept - above.sum(dim=-1)  # how many of the equal ones belong
-    if (equal.sum(dim=-1) > num_equal).any():
-        equal &= equal.cumsum(dim=-1) <= num_equal[:, None]
-    return above | equal

@@ -19,6 +19,7 @@ from executor.step import (
     StepOutcome,
     StepResult,
     TableExtension,
+    TokenLogprobs,
 )
 from octavo.v1 import executor_pb2 as pb
 
@@ -138,6 +139,19 @@ def _sampling_of(message: pb.RowSampling) -> RowSampling:
         choice_index=message.choice_index,
         suppressed_token_ids=_ints(message.suppressed_token_ids),
         suppress_until=message.suppress_until,
+        num_prompt_tokens=message.num_prompt_tokens,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty or 1.0,
+        bias_token_ids=_ints(message.bias_token_ids),
+        biases=np.array(message.biases, dtype=np.float32),
+        allowed_token_ids=_ints(message.allowed_token_ids),
+        banned_lengths=_ints(message.banned_lengths),
+        banned_token_ids=_ints(message.banned_token_ids),
+        logprobs=message.logprobs,
+        num_top_logprobs=message.num_top_logprobs,
+        prompt_logprobs_from=message.prompt_logprobs_from,
+        prompt_logprobs_until=message.prompt_logprobs_until,
     )
 
 
@@ -154,6 +168,22 @@ def _result_message(result: StepResult) -> pb.StepResult:
         failures=failures,
         execute_microseconds=result.execute_microseconds,
         began_unix_microseconds=result.began_unix_microseconds,
+        sampled_logprobs=_logprobs_message(result.sampled_logprobs),
+        prompt_logprobs=_logprobs_message(result.prompt_logprobs),
+    )
+
+
+def _logprobs_message(found: TokenLogprobs | None) -> pb.Logprobs | None:
+    if found is None or not len(found.rows):
+        return None
+    return pb.Logprobs(
+        rows=found.rows.tolist(),
+        token_ids=found.token_ids.tolist(),
+        logprobs=found.logprobs.tolist(),
+        ranks=found.ranks.tolist(),
+        num_top=found.num_top.tolist(),
+        top_token_ids=found.top_token_ids.tolist(),
+        top_logprobs=found.top_logprobs.tolist(),
     )
 
 

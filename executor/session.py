@@ -17,6 +17,7 @@ from executor.ids import SessionId, StepId
 from executor.slots import SlotTable
 from executor.step import (
     LOGITS_NOT_FINITE,
+    Bools,
     Ints,
     RowFailure,
     Step,
@@ -26,6 +27,7 @@ from executor.step import (
     StepOutcome,
     StepOutput,
     StepResult,
+    TokenLogprobs,
     invalid_step,
 )
 from executor.step_check import StepLimits, check_step, check_writes, written_blocks
@@ -97,7 +99,7 @@ class Session:
         sampled = slots[samples]
         self._table.append(sampled[output.finite], output.token_ids[output.finite])
         self._table.fail(sampled[~output.finite])
-        return self._result(step, np.flatnonzero(live)[samples], output)
+        return self._result(step, np.flatnonzero(live), samples, output)
 
     def _check(self, step: Step) -> None:
         held = sum(stored > step.acknowledged_step for stored in self._results)
@@ -115,8 +117,9 @@ class Session:
         check_writes(written_blocks(slots, starts, counts, self._table, self._limits.block_size))
         return pack_batch(self._table, slots, starts, counts, self._limits.block_size)
 
-    def _result(self, step: Step, sampling: Ints, output: StepOutput) -> StepResult:
-        """sampling: [num_sampling] -> row of the step."""
+    def _result(self, step: Step, rows: Ints, samples: Bools, output: StepOutput) -> StepResult:
+        """rows: [num_live] -> row of the step; samples: [num_live], those that sampled."""
+        sampling = rows[samples]  # [num_sampling] -> row of the step
         num_sampled = np.zeros(len(step.slots), dtype=np.int64)
         num_sampled[sampling[output.finite]] = 1
         failed = np.flatnonzero(self._table.rows["failed"][step.slots])
@@ -131,4 +134,11 @@ class Session:
             failures,
             output.execute_microseconds,
             output.began_unix_microseconds,
+            sampled_logprobs=_logprobs(output.sampled_logprobs, sampling, output.finite),
+            prompt_logprobs=_logprobs(output.prompt_logprobs, rows, np.ones(len(rows), dtype=np.bool_)),
         )
+
+
+def _logprobs(found: TokenLogprobs | None, rows: Ints, good: Bools) -> TokenLogprobs | None:
+    """rows: the device's rows -> rows of the step; good: which of the device's rows count."""
+    return found.kept(good[found.rows], rows) if found is not None else None

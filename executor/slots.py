@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from executor.logits.row_rules import RowRules, has_rules
 from executor.step import Ints, RowStart, Step, TableExtension
 
 # fmt: off
@@ -26,7 +27,10 @@ ROW = np.dtype([
     ("min_p", np.float32),
     ("seed", np.uint64),
     ("choice_index", np.int64),
-    ("suppress_until", np.int64),
+    ("num_top", np.int64),          # alternatives of sampled tokens; -1: no log-probabilities
+    ("num_prompt_top", np.int64),   # alternatives of prompt tokens
+    ("score_from", np.int64),       # tokens of the history in [from, until) are scored
+    ("score_until", np.int64),
 ])
 # fmt: on
 
@@ -39,7 +43,7 @@ class Snapshot:
     """The state before a step: all small columns, and the wide ones of the slots that the step took over."""
 
     rows: npt.NDArray[np.void]  # [max_rows] ROW
-    suppressed: dict[int, Ints]
+    rules: dict[int, RowRules]
     slots: Ints  # [num_started]
     history: npt.NDArray[np.int32]  # [num_started, token capacity]
     tables: npt.NDArray[np.int32]  # [num_started, block capacity]
@@ -52,14 +56,14 @@ class SlotTable:
         rows: [max_rows] ROW
         history: [max_rows, token capacity] int32, valid up to `length`
         tables: [max_rows, block capacity] int32, valid up to `num_blocks`
-        suppressed: slot -> ids that cannot be sampled yet
+        rules: slot -> what the row asks beyond the columns; most rows have no entry
     """
 
     def __init__(self, max_rows: int) -> None:
         self.rows = np.zeros(max_rows, dtype=ROW)
         self.history = np.zeros((max_rows, _INITIAL_TOKENS), dtype=np.int32)
         self.tables = np.zeros((max_rows, _INITIAL_BLOCKS), dtype=np.int32)
-        self.suppressed: dict[int, Ints] = {}
+        self.rules: dict[int, RowRules] = {}
 
     @property
     def max_rows(self) -> int:
@@ -76,7 +80,7 @@ class SlotTable:
         before = self._snapshot(np.array([row.slot for row in step.started_rows], dtype=np.int64))
         self.rows["occupied"][step.retired_slots] = False
         for slot in step.retired_slots.tolist():
-            self.suppressed.pop(slot, None)
+            self.rules.pop(slot, None)
         for row in step.started_rows:
             self._start(row)
         for extension in step.extensions:
@@ -86,7 +90,7 @@ class SlotTable:
     def restore(self, before: Snapshot) -> None:
         """Undo the `apply` that returned `before`; nothing may have come in between."""
         self.rows = before.rows
-        self.suppressed = before.suppressed
+        self.rules = before.rules
         self.history[before.slots, : before.history.shape[1]] = before.history
         self.tables[before.slots, : before.tables.shape[1]] = before.tables
 
@@ -101,14 +105,17 @@ class SlotTable:
             self._reserve_tokens(int(lengths.max()) + 1)
         self.history[slots, lengths] = token_ids
         self.rows["length"][slots] = lengths + 1
+        if self.rules:
+            for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
+                if slot in self.rules:
+                    self.rules[slot].append(token_id)
 
     def fail(self, slots: Ints) -> None:
         """Rows that run no more: they are skipped until they are retired."""
         self.rows["failed"][slots] = True
 
     def _snapshot(self, slots: Ints) -> Snapshot:
-        suppressed = dict(self.suppressed)
-        return Snapshot(self.rows.copy(), suppressed, slots, self.history[slots], self.tables[slots])
+        return Snapshot(self.rows.copy(), dict(self.rules), slots, self.history[slots], self.tables[slots])
 
     def _start(self, start: RowStart) -> None:
         block_ids, sampling = start.tables[0].block_ids, start.sampling
@@ -123,11 +130,11 @@ class SlotTable:
         row["temperature"], row["top_k"] = sampling.temperature, sampling.top_k
         row["top_p"], row["min_p"] = sampling.top_p, sampling.min_p
         row["seed"], row["choice_index"] = sampling.seed, sampling.choice_index
-        row["suppress_until"] = sampling.suppress_until
-        if sampling.suppressed_token_ids.size:
-            self.suppressed[start.slot] = sampling.suppressed_token_ids
-        else:
-            self.suppressed.pop(start.slot, None)
+        row["num_top"] = sampling.num_top_logprobs if sampling.logprobs else -1
+        row["num_prompt_top"] = sampling.num_top_logprobs
+        row["score_from"], row["score_until"] = sampling.prompt_logprobs_from, sampling.prompt_logprobs_until
+        if has_rules(sampling):
+            self.rules[start.slot] = RowRules(sampling, start.token_ids)
 
     def _extend(self, extension: TableExtension) -> None:
         have = self.rows["num_blocks"][extension.slots]

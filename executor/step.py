@@ -11,9 +11,13 @@ import numpy.typing as npt
 from executor.ids import StepId
 
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float32]
 
 NO_INTS: Ints = np.empty(0, dtype=np.int64)
 NO_INTS.setflags(write=False)
+NO_FLOATS: Floats = np.empty(0, dtype=np.float32)
+NO_FLOATS.setflags(write=False)
 
 INVALID_STEP = "INVALID_STEP"
 MODEL_ERROR = "MODEL_ERROR"
@@ -33,6 +37,19 @@ class RowSampling:
     choice_index: int = 0
     suppressed_token_ids: Ints = field(default_factory=lambda: NO_INTS)  # [num_suppressed]
     suppress_until: int = 0  # history length in tokens from which those ids may be sampled
+    num_prompt_tokens: int = 0  # of the history; the rest counts as generated
+    presence_penalty: float = 0.0  # 0: off
+    frequency_penalty: float = 0.0  # 0: off
+    repetition_penalty: float = 1.0  # 1: off
+    bias_token_ids: Ints = field(default_factory=lambda: NO_INTS)  # [num_biases], distinct
+    biases: Floats = field(default_factory=lambda: NO_FLOATS)  # [num_biases]
+    allowed_token_ids: Ints = field(default_factory=lambda: NO_INTS)  # [num_allowed], empty: all
+    banned_lengths: Ints = field(default_factory=lambda: NO_INTS)  # [num_banned], of sequences that cannot be generated
+    banned_token_ids: Ints = field(default_factory=lambda: NO_INTS)  # [sum(banned_lengths)], flat
+    logprobs: bool = False
+    num_top_logprobs: int = 0
+    prompt_logprobs_from: int = 0  # tokens of the history in [from, until) are scored as they are computed
+    prompt_logprobs_until: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +108,34 @@ class RowFailure:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities by the model's own distribution, one entry per token, in order of row, then position."""
+
+    rows: Ints  # [num_entries]
+    token_ids: Ints  # [num_entries]
+    logprobs: Floats  # [num_entries]
+    ranks: Ints  # [num_entries], 1 is the likeliest
+    num_top: Ints  # [num_entries]
+    top_token_ids: Ints  # [sum(num_top)], the likeliest first
+    top_logprobs: Floats  # [sum(num_top)]
+
+    def kept(self, keep: Bools, rows: Ints) -> "TokenLogprobs":
+        """The entries of `keep` [num_entries], with `rows[row]` for each row."""
+        top = np.repeat(keep, self.num_top)
+        return TokenLogprobs(
+            rows[self.rows[keep]],
+            self.token_ids[keep],
+            self.logprobs[keep],
+            self.ranks[keep],
+            self.num_top[keep],
+            self.top_token_ids[top],
+            self.top_logprobs[top],
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step sampled."""
+    """What a step sampled. Log-probabilities are None where no row asks; their rows are running rows of the step."""
 
     step_id: StepId
     num_sampled: Ints  # [num_rows], 0 in mid-prefill and for failed rows
@@ -100,6 +143,8 @@ class StepResult:
     failures: tuple[RowFailure, ...] = ()
     execute_microseconds: int = 0
     began_unix_microseconds: int = 0
+    sampled_logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +165,17 @@ class StepGap:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a device answers: the rows that sampled, in batch order."""
+    """What a device answers: the rows that sampled, in batch order.
+
+    Log-probabilities are None where no row asks; of samples `rows` index the sampling rows, of the prompt the batch's.
+    """
 
     token_ids: Ints  # [num_sampling], undefined where not finite
-    finite: npt.NDArray[np.bool_]  # [num_sampling]: the row's logits hold no NaN and no infinity
+    finite: Bools  # [num_sampling]: the row's logits hold no NaN and no infinity
     execute_microseconds: int
     began_unix_microseconds: int = 0
+    sampled_logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
 
 
 StepOutcome = StepResult | StepFailed | StepGap

@@ -4,14 +4,14 @@
 changes nothing. Step ids are the session's business, not this module's.
 """
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from executor.sampling_check import check_sampling
 from executor.slots import SlotTable, ranges
-from executor.step import Ints, RowSampling, RowStart, Step, TableExtension, invalid_step
+from executor.step import Ints, RowStart, Step, TableExtension, invalid_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def _check_start(start: RowStart, rows: _Rows, limits: StepLimits) -> None:
             f"{where}.num_computed_tokens: {start.num_computed_tokens} do not lie in {len(block_ids)} blocks "
             f"of {limits.block_size}"
         )
-    _check_sampling(where, start.sampling, limits)
+    check_sampling(f"{where}.sampling", start.sampling, len(start.token_ids), limits.vocabulary_size)
     rows.occupied[start.slot], rows.failed[start.slot] = True, False
     rows.length[start.slot], rows.computed[start.slot] = len(start.token_ids), start.num_computed_tokens
     rows.num_blocks[start.slot] = len(block_ids)
@@ -125,23 +125,6 @@ def _check_history(where: str, start: RowStart, limits: StepLimits) -> None:
         raise invalid_step(
             f"{where}.num_computed_tokens: {start.num_computed_tokens} leaves no token of {num_tokens} to compute"
         )
-
-
-def _check_sampling(where: str, sampling: RowSampling, limits: StepLimits) -> None:
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        raise invalid_step(f"{where}.sampling.temperature: {sampling.temperature}; allowed are 0 and above")
-    if sampling.temperature > 0:
-        if not 0 < sampling.top_p <= 1:
-            raise invalid_step(f"{where}.sampling.top_p: {sampling.top_p}; allowed is (0, 1], 1 is off")
-        if not 0 <= sampling.min_p <= 1:
-            raise invalid_step(f"{where}.sampling.min_p: {sampling.min_p}; allowed is [0, 1], 0 is off")
-    suppressed = sampling.suppressed_token_ids
-    if suppressed.size and suppressed.max() >= limits.vocabulary_size:
-        raise invalid_step(
-            f"{where}.sampling.suppressed_token_ids: {suppressed.max()} is not below {limits.vocabulary_size}"
-        )
-    if len(np.unique(suppressed)) >= limits.vocabulary_size:
-        raise invalid_step(f"{where}.sampling.suppressed_token_ids: every token is suppressed")
 
 
 # -------------------------------------------------------------------------------------------------- blocks and copies

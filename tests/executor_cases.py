@@ -1,11 +1,15 @@
 """Shorthand for tests of the executor: steps, a scripted runner, and sessions without a model."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from executor.batch import Batch
 from executor.ids import SessionId, StepId
+from executor.runner import Runner
 from executor.session import Session
 from executor.step import BlockTable, Ints, RowSampling, RowStart, Step, StepError, StepOutput
 from executor.step_check import StepLimits
@@ -36,6 +40,40 @@ def step(step_id: int, runs: Sequence[tuple[int, int, int]] = (), **fields: obje
     """runs: (slot, start position, number of tokens) per running row."""
     slots, starts, counts = (ints(*column) for column in zip(*runs, strict=True)) if runs else (ints(),) * 3
     return Step(StepId(step_id), slots=slots, start_positions=starts, num_tokens=counts, **fields)  # type: ignore[arg-type]
+
+
+class TableModel:
+    """A forward pass without a model: the logits behind a token are the token's row of a table."""
+
+    def __init__(self, table: Tensor) -> None:
+        """table: [vocabulary_size, vocabulary_size] float32"""
+        self.table = table
+
+    def forward(self, batch: Batch, attention: object) -> Tensor:
+        tokens = batch.logits_tokens
+        if batch.prompt_scores is not None:
+            tokens = torch.cat((tokens, batch.prompt_scores.logits_tokens))
+        return self.table[batch.input_ids[tokens]]
+
+
+class NoAttention:
+    """A back end with nothing to prepare."""
+
+    def prepare(self, batch: object, views: object) -> None: ...
+
+
+class NoArena:
+    """Blocks that hold nothing."""
+
+    views = ()
+
+    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None: ...
+
+
+def table_session(table: Tensor, max_rows: int = 8, **limits: int) -> Session:
+    """A session whose tokens are really sampled, from the logits of a table. limits: fields of `StepLimits`."""
+    runner = Runner(TableModel(table), NoArena(), NoAttention())  # type: ignore[arg-type]
+    return Session(SessionId(1), max_rows, replace(LIMITS, **limits), runner)
 
 
 class ScriptedRunner:

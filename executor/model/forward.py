@@ -24,12 +24,19 @@ class CausalModel:
     weights_dtype: torch.dtype
 
     def forward(self, batch: Batch, attention: PreparedAttention) -> Tensor:
-        """Logits of the sampling rows: [num_sampling, vocabulary_size] float32. Writes the batch's KV."""
+        """Logits of the sampling rows, then of the scored tokens. Writes the batch's KV.
+
+        Returns:
+            [num_sampling + num_scored, vocabulary_size] float32
+        """
+        tokens = batch.logits_tokens
+        if batch.prompt_scores is not None:
+            tokens = torch.cat((tokens, batch.prompt_scores.logits_tokens))
         with torch.inference_mode(), self.hook.during(attention):
             output = self.module(
                 input_ids=batch.input_ids[None],
                 position_ids=batch.positions[None],
                 use_cache=False,
-                logits_to_keep=batch.logits_tokens,
+                logits_to_keep=tokens,
             )
             return output.logits[0].float()

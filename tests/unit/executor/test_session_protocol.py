@@ -133,8 +133,8 @@ def test_suppressed_ids_hold_until_the_history_is_long_enough():
     result_of(session, step(1, [(0, 0, 3)], started_rows=(row(0, [1, 2, 3], [1, 2], sampling=sampling),)))
     result_of(session, step(2, [(0, 3, 1)]))
     result_of(session, step(3, [(0, 4, 1)]))
-    assert [batch.sampling.suppressed_ids.tolist() for batch in runner.batches] == [[8, 9], [8, 9], []]
-    assert runner.batches[0].sampling.suppressed_rows.tolist() == [0, 0]
+    assert [batch.adjustments.banned_ids.tolist() for batch in runner.batches] == [[8, 9], [8, 9], []]
+    assert runner.batches[0].adjustments.banned_rows.tolist() == [0, 0]
 
 
 # --------------------------------------------------------------------------------------------- ids, results, failures
@@ -266,7 +266,50 @@ INVALID: dict[str, tuple[Callable[[], Step], str]] = {
         lambda: step(2, started_rows=sampling(suppressed_token_ids=ints(100))),
         "100 is not below",
     ),
-    "all suppressed": (lambda: step(2, started_rows=sampling(suppressed_token_ids=np.arange(100))), "every token"),
+    "all suppressed": (lambda: step(2, started_rows=sampling(suppressed_token_ids=np.arange(100))), "no token"),
+    "all that is allowed suppressed": (
+        lambda: step(2, started_rows=sampling(suppressed_token_ids=ints(4, 5), allowed_token_ids=ints(5))),
+        "no token",
+    ),
+    "all that is allowed may become banned": (
+        lambda: step(
+            2,
+            started_rows=sampling(allowed_token_ids=ints(5), banned_lengths=ints(2), banned_token_ids=ints(7, 5)),
+        ),
+        "no token",
+    ),
+    "unknown allowed id": (lambda: step(2, started_rows=sampling(allowed_token_ids=ints(100))), "allowed_token_ids"),
+    "banned lengths": (
+        lambda: step(2, started_rows=sampling(banned_lengths=ints(2), banned_token_ids=ints(7))),
+        "banned_lengths",
+    ),
+    "a banned sequence of nothing": (
+        lambda: step(2, started_rows=sampling(banned_lengths=ints(0, 1), banned_token_ids=ints(7))),
+        "banned_lengths",
+    ),
+    "a bias without an id": (
+        lambda: step(2, started_rows=sampling(biases=np.ones(1, dtype=np.float32))),
+        "bias_token_ids",
+    ),
+    "two biases of an id": (
+        lambda: step(2, started_rows=sampling(bias_token_ids=ints(3, 3), biases=np.ones(2, dtype=np.float32))),
+        "bias_token_ids",
+    ),
+    "an infinite bias": (
+        lambda: step(2, started_rows=sampling(bias_token_ids=ints(3), biases=np.full(1, np.inf, dtype=np.float32))),
+        "biases",
+    ),
+    "presence penalty NaN": (lambda: step(2, started_rows=sampling(presence_penalty=float("nan"))), "presence"),
+    "repetition penalty below 0": (lambda: step(2, started_rows=sampling(repetition_penalty=-1.0)), "repetition"),
+    "more prompt than history": (lambda: step(2, started_rows=sampling(num_prompt_tokens=99)), "num_prompt_tokens"),
+    "prompt log-probabilities from the first token": (
+        lambda: step(2, started_rows=sampling(prompt_logprobs_until=1)),
+        "prompt_logprobs_from",
+    ),
+    "prompt log-probabilities past the history": (
+        lambda: step(2, started_rows=sampling(prompt_logprobs_from=1, prompt_logprobs_until=99)),
+        "prompt_logprobs_from",
+    ),
     "extension of an empty slot": (
         lambda: step(2, extensions=(TableExtension(0, ints(1), ints(1), ints(9)),)),
         "slot 1 holds no row",
