@@ -27,6 +27,26 @@ log = logging.getLogger(__name__)
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 
+
+class _Complaints:
+    """Says why there is no connection: once for each reason, not once for each try."""
+
+    def __init__(self) -> None:
+        self._last_reason = ""
+
+    def tell(self, what: str, error: OctavoError) -> None:
+        """A try failed."""
+        is_news = error.reason != self._last_reason
+        self._last_reason = error.reason
+        # What is not there yet, or starts, is waited for; all else is somebody's mistake.
+        level = logging.INFO if error.code is Code.UNAVAILABLE else logging.WARNING
+        log.log(level if is_news else logging.DEBUG, "%s: %s; trying again until it is there", what, error.message)
+
+    def forget(self) -> None:
+        """A try succeeded."""
+        self._last_reason = ""
+
+
 LoadTokenizer = Callable[[str, int], Tokenizer]
 
 
@@ -65,10 +85,11 @@ class Link:
         self._on_ready = on_ready
         self._load = load
         self._executor = ExecutorClient(config.executor)
-        self._cache = CacheClient(config.cache_service, router_id, config.lease_ttl_s)
+        self._cache = CacheClient(config.cache_service, router_id, config.lease_ttl_s, config.recovery_grace_s)
         self._life: _Life | None = None
         self._task: asyncio.Task[None] | None = None
         self._session: Session | None = None
+        self._complaints = _Complaints()
         self._tokenizers: dict[str, Tokenizer] = {}  # of the last model, by its fingerprint
 
     @property
@@ -108,13 +129,15 @@ class Link:
         """Connect, and connect again, for ever."""
         backoff_s = FIRST_BACKOFF_S
         while True:
+            before = self._life
             try:
                 await self._live()
-                backoff_s = FIRST_BACKOFF_S
             except OctavoError as error:
-                log.warning("not serving: %s; trying again in %.1f s", error.message, backoff_s)
+                self._complaints.tell("not serving", error)
             except Exception:
                 log.exception("not serving; trying again in %.1f s", backoff_s)
+            if self._life is not before:  # it was connected
+                backoff_s = FIRST_BACKOFF_S
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
@@ -173,13 +196,14 @@ class Link:
             except OctavoError as error:
                 if error.code is Code.FAILED_PRECONDITION:
                     raise  # this epoch is over: a new lease is needed
-                log.warning("no session with the executor: %s; trying again in %.1f s", error.message, backoff_s)
+                self._complaints.tell("no session with the executor", error)
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
     async def _pump(self, session: Session, engine: Engine) -> None:
         """Outcomes into the engine until the session is lost."""
         self._session = session
+        self._complaints.forget()
         engine.attach(session.key, session.send)
         await self._set_ready(True)
         try:

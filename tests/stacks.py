@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 from prometheus_client import generate_latest
 
-from cache_service.app import outside_of, running
+from cache_service.app import RunningApp, outside_of, running
 from cache_service.config import CacheServiceConfig
 from octavo.rpc import open_channel
 from octavo.v1 import cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -53,6 +53,7 @@ class Stack:
     stub: inference_pb2_grpc.InferenceServiceStub
     cache: cache_pb2_grpc.BlockManagerServiceStub
     channel: grpc.aio.Channel
+    cache_app: RunningApp
 
     @property
     def engine(self) -> Engine:
@@ -121,12 +122,12 @@ async def until(condition: Callable[[], bool | Awaitable[bool]], within_s: float
 
 
 @asynccontextmanager
-async def running_cache_service(process: FakeProcess) -> AsyncIterator[str]:
-    """A real cache service; yields its address."""
+async def running_cache_service(process: FakeProcess) -> AsyncIterator[RunningApp]:
+    """A real cache service."""
     config = CacheServiceConfig(listen="127.0.0.1:0", metrics_listen="", drain_grace_s=0, min_lease_ttl_s=0.2)
     outside = replace(outside_of(config), watch_process=lambda pid: process)
     async with running(config, outside) as app:
-        yield f"127.0.0.1:{app.server.port}"
+        yield app
 
 
 @asynccontextmanager
@@ -140,7 +141,8 @@ async def running_stack(
         executor_options: fields of `FakeExecutor`.
     """
     process = FakeProcess()
-    async with running_cache_service(process) as cache_address:
+    async with running_cache_service(process) as cache_app:
+        cache_address = f"127.0.0.1:{cache_app.server.port}"
         executor = FakeExecutor(script, tokenizer_source, cache_address, **executor_options)
         await executor.start()
         options = {
@@ -163,6 +165,7 @@ async def running_stack(
             inference_pb2_grpc.InferenceServiceStub(channel),
             cache_pb2_grpc.BlockManagerServiceStub(cache_channel),
             channel,
+            cache_app,
         )
         try:
             assert await until(lambda: router.link.is_ready, 20), "the router did not become ready"

@@ -41,11 +41,13 @@ class Lease:
 class CacheClient:
     """The cache service at an address."""
 
-    def __init__(self, address: str, client_id: str, ttl_s: float) -> None:
+    def __init__(self, address: str, client_id: str, ttl_s: float, patience_s: float) -> None:
+        """patience_s: how long a message of a lease is sent again before the lease is given up."""
         self._channel = open_channel(address)
         self._stub = cache_pb2_grpc.BlockManagerServiceStub(self._channel)
         self._client_id = client_id
         self._ttl_s = ttl_s
+        self._patience_s = patience_s
 
     async def open_lease(self) -> Lease:
         """A new lease, which ends any earlier one of this client.
@@ -69,7 +71,7 @@ class CacheClient:
 
     def mutations(self, lease: Lease, model: Model, outbox: Outbox, replies: Replies) -> "LeaseMutations":
         """The mutations of a lease, from its outbox."""
-        return LeaseMutations(self._stub, lease, model, outbox, replies)
+        return LeaseMutations(self._stub, lease, self._patience_s, model, outbox, replies)
 
     async def close(self) -> None:
         await self._channel.close()
@@ -82,12 +84,14 @@ class LeaseMutations:
         self,
         stub: cache_pb2_grpc.BlockManagerServiceStub,
         lease: Lease,
+        patience_s: float,
         model: Model,
         outbox: Outbox,
         replies: Replies,
     ) -> None:
         self._stub = stub
         self._lease = lease
+        self._patience_s = patience_s
         self._model = model
         self._outbox = outbox
         self._replies = replies
@@ -126,7 +130,7 @@ class LeaseMutations:
         request = cache_pb2.KeepLeaseAliveRequest(
             lease_id=self._lease.lease_id, acknowledged=_session_steps(acknowledged)
         )
-        await _until_answered(self._stub.KeepLeaseAlive, request)
+        await self._until_answered(self._stub.KeepLeaseAlive, request)
         self._outbox.mark_told(acknowledged)
 
     async def _send(self, batch: Batch) -> None:
@@ -156,7 +160,7 @@ class LeaseMutations:
                 slack_blocks=allocation.slack_blocks,
                 bypass_cache=allocation.bypass_cache,
             )
-        response = await _until_answered(self._stub.AllocateSequences, request)
+        response = await self._until_answered(self._stub.AllocateSequences, request)
         for allocation, sequence in zip(batch, response.sequences, strict=True):
             error = _item_error(sequence.status)
             outcome = Allocated(_block_ids(sequence.tables), sequence.num_cached_tokens, error)
@@ -171,14 +175,14 @@ class LeaseMutations:
                 need_blocks=extension.need_blocks,
                 want_blocks=extension.want_blocks,
             )
-        response = await _until_answered(self._stub.ExtendSequences, request)
+        response = await self._until_answered(self._stub.ExtendSequences, request)
         for extension, sequence in zip(batch, response.sequences, strict=True):
             outcome = Extended(_block_ids(sequence.tables), _item_error(sequence.status))
             self._replies.on_extended(extension, outcome)
 
     async def _commit(self, header: cache_pb2.LeaseHeader, batch: list[Commit]) -> None:
         request = cache_pb2.CommitBlocksRequest(header=header, commits=map(_commit_message, batch))
-        response = await _until_answered(self._stub.CommitBlocks, request)
+        response = await self._until_answered(self._stub.CommitBlocks, request)
         _log_refusals("commit", batch, response.statuses)
 
     async def _release(self, header: cache_pb2.LeaseHeader, batch: list[Release]) -> None:
@@ -189,8 +193,29 @@ class LeaseMutations:
                 commit=_commit_message(release.commit) if release.commit else None,
                 free_after=_session_steps(dict(release.free_after)),
             )
-        response = await _until_answered(self._stub.ReleaseSequences, request)
+        response = await self._until_answered(self._stub.ReleaseSequences, request)
         _log_refusals("release", batch, response.statuses)
+
+    async def _until_answered(self, method: Any, request: Any) -> Any:
+        """The answer, however often the same message must be sent for it, within the patience."""
+        clock = asyncio.get_running_loop().time
+        began_s, is_lost = clock(), False
+        while True:
+            try:
+                response = await _call(method, request)
+                break
+            except OctavoError as error:
+                if error.code not in REPEATABLE:
+                    raise
+                if clock() - began_s >= self._patience_s:
+                    raise _given_up(self._patience_s, error) from error
+                if not is_lost:
+                    log.warning("the cache service does not answer (%s); sending again", error.message)
+                is_lost = True
+                await asyncio.sleep(error.retry_after_s or RETRY_S)
+        if is_lost:
+            log.info("the cache service answers again")
+        return response
 
     def _extras(self, salt: str | None) -> cache_pb2.KeyExtras:
         model = self._model
@@ -204,16 +229,9 @@ async def _call(method: Any, request: Any) -> Any:
         raise error_of_call(error) from error
 
 
-async def _until_answered(method: Any, request: Any) -> Any:
-    """The answer, however often the same message must be sent for it."""
-    while True:
-        try:
-            return await _call(method, request)
-        except OctavoError as error:
-            if error.code not in REPEATABLE:
-                raise
-            log.warning("the cache service does not answer (%s); trying again", error.message)
-            await asyncio.sleep(error.retry_after_s or RETRY_S)
+def _given_up(patience_s: float, last: OctavoError) -> OctavoError:
+    message = f"the cache service has not answered for {patience_s:g} s: {last.message}"
+    return OctavoError(Code.UNAVAILABLE, "CACHE_SERVICE_LOST", message, retry_after_s=1.0)
 
 
 def _log_refusals(what: str, batch: Sequence[Commit | Release], statuses: Any) -> None:

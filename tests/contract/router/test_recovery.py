@@ -1,6 +1,7 @@
 """Parts that die under running requests, and come back: streams go on where they can, and say so where they cannot."""
 
 import asyncio
+import logging
 import time
 from dataclasses import replace
 from typing import Any
@@ -9,9 +10,12 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from octavo.errors import Code
+from octavo.errors import Code, OctavoError
 from octavo.rpc import error_of_call, open_channel
 from octavo.v1 import cache_pb2, inference_pb2
+from router.app import Router
+from router.clients import cache as cache_client
+from router.config import RouterConfig
 from tests.fakes import Hooks
 from tests.stacks import Stack, running_stack, until
 
@@ -107,6 +111,61 @@ async def test_a_lost_lease_fails_what_ran_and_a_new_one_serves(source: str) -> 
         assert await until(lambda: stack.router.link.router_epoch > epoch and stack.router.link.is_ready)
         assert (await stack.generate(stopping=TOKENS)).usage.generated_tokens == 60
         await stack.settle()
+
+
+async def test_requests_fail_when_the_cache_service_stays_away(source: str) -> None:
+    """They run on while their blocks last, and do not hang when those are full; new ones are refused."""
+    async with running_stack(source, config={"recovery_grace_s": 0.3}) as stack:
+        stack.executor.hooks.before_step = slow
+        calls = [asyncio.create_task(stack.generate(letter * 5, stopping=TOKENS)) for letter in "abc"]
+        await wait_for_tokens(stack, 6)
+        await stack.cache_app.server.server.stop(0)
+        for call in calls:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            error = error_of_call(caught.value)
+            assert (error.code, error.reason, error.retry_after_s) == (Code.UNAVAILABLE, "ENGINE_LOST", 1.0)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stack.generate()
+        assert error_of_call(caught.value).reason == "NO_EXECUTOR"
+
+
+@pytest.mark.parametrize("call", ["AllocateSequences", "ExtendSequences", "CommitBlocks", "ReleaseSequences"])
+async def test_a_lost_reply_of_the_cache_service_is_asked_for_again(
+    source: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The change was made; the same number again gets the stored answer, and nothing is done twice."""
+    async with running_stack(source) as stack:
+        whole = await stack.generate("x" * 9, stopping=TOKENS, cache={"salt": "1"})
+        await stack.settle()
+        lost: list[Any] = []
+        answered = cache_client._call
+
+        async def lossy(method: Any, request: Any) -> Any:
+            response = await answered(method, request)
+            if type(request).__name__ == f"{call}Request" and len(lost) < 2:
+                lost.append(request)
+                raise OctavoError(Code.UNAVAILABLE, "UNAVAILABLE", "the connection broke")
+            return response
+
+        monkeypatch.setattr(cache_client, "_call", lossy)
+        again = await stack.generate("x" * 9, stopping=TOKENS, cache={"salt": "2"})
+        assert again.choices[0].text == whole.choices[0].text
+        await stack.settle()
+        assert await until(lambda: len(lost) == 2)
+        assert lost[0] == lost[1]
+
+
+async def test_what_is_not_there_yet_is_said_once(source: str, caplog: pytest.LogCaptureFixture) -> None:
+    """An executor loads for minutes; the log must not fill with that, and it is no warning."""
+    caplog.set_level(logging.INFO, "router")
+    config = {"executor": "127.0.0.1:1", "cache_service": "127.0.0.1:1", "metrics_listen": ""}
+    router = Router(RouterConfig(listen="127.0.0.1:0", **config))
+    await router.start()
+    await asyncio.sleep(1.0)  # tries at 0, 0.1, 0.3, 0.7 s
+    await router.close()
+    said = [record for record in caplog.records if "not serving" in record.message]
+    assert [record.levelname for record in said] == ["INFO"]
 
 
 async def test_a_lease_outlives_idle_time(source: str) -> None:
