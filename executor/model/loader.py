@@ -17,8 +17,9 @@ from executor.model.gguf_index import GgufIndex, read_gguf_index
 from executor.model.hook import IMPLEMENTATION, AttentionHook
 from executor.model.probe import probe_geometry
 from executor.model.refusal import not_loadable, unsupported
-from executor.model.rope_factors import apply_rope_factors
+from executor.model.rope_factors import FACTORS, apply_rope_factors
 from executor.model.support import check_config
+from octavo.conversion_cache import Conversion, conversion_of
 from octavo.errors import OctavoError
 from octavo.model_source import ModelSource
 
@@ -29,19 +30,16 @@ _SHOWN_NAMES = 5
 
 
 def load_model(source: ModelSource, weights_dtype: str) -> CausalModel:
-    """Load, replace attention, and find out what attention needs.
+    """Load, replace attention, and find out what attention needs. Converts a GGUF file once, and keeps what came of it.
 
     Raises:
         OctavoError: FAILED_PRECONDITION: MODEL_NOT_LOADABLE (files), MODEL_NOT_SUPPORTED (what they describe).
     """
     location, options = source.pretrained_arguments()
-    gguf = read_gguf_index(source.path) if "gguf_file" in options and source.path else None
-    config = _load_config(source, location, options)
-    check_config(config)
-    module = _load_module(source, location, options, config, weights_dtype)
-    if gguf is not None and source.path:
-        has_factors = apply_rope_factors(module, source.path, gguf.tensor_names)
-        _check_gguf_tensors(source, gguf, module, num_used_beside=int(has_factors))
+    if "gguf_file" in options:
+        module = _load_gguf(source, weights_dtype)
+    else:
+        module = _load_checked(source, location, options, weights_dtype)
     hook = AttentionHook(module)
     layers, vocabulary_size = probe_geometry(module, hook, module.config)
     return CausalModel(module, hook, module.config, layers, vocabulary_size, WEIGHTS_DTYPES[weights_dtype])
@@ -69,6 +67,33 @@ def describe_model(model: CausalModel, source: ModelSource, name: str, max_conte
         max_context_tokens=_context(model.config.get_text_config(), max_context_tokens),
         eos_token_ids=_eos_token_ids(model),
     )
+
+
+def _load_gguf(source: ModelSource, weights_dtype: str) -> Any:
+    """Through the kept conversion also the first time, so that every start runs the very same model."""
+    conversion = conversion_of(source, weights_dtype)
+    assert source.path is not None, "a GGUF model is a file"
+    assert conversion is not None, "a GGUF file is converted"
+    gguf = read_gguf_index(source.path)
+    module = None if conversion.is_there else _convert(source, gguf, conversion, weights_dtype)
+    if module is None:
+        module = _load_checked(source, str(conversion.folder), {"local_files_only": True}, weights_dtype)
+    apply_rope_factors(module, source.path, gguf.tensor_names)
+    return module
+
+
+def _convert(source: ModelSource, gguf: GgufIndex, conversion: Conversion, weights_dtype: str) -> Any:
+    """Keep the conversion and return None; where it cannot be kept, return the model itself."""
+    location, options = source.pretrained_arguments()
+    module = _load_checked(source, location, options, weights_dtype)
+    _check_gguf_tensors(source, gguf, module)
+    return None if conversion.keep(module.save_pretrained) else module
+
+
+def _load_checked(source: ModelSource, location: str, options: dict[str, Any], weights_dtype: str) -> Any:
+    config = _load_config(source, location, options)
+    check_config(config)
+    return _load_module(source, location, options, config, weights_dtype)
 
 
 def _load_config(source: ModelSource, location: str, options: dict[str, Any]) -> Any:
@@ -110,16 +135,13 @@ def _check_complete(source: ModelSource, info: dict[str, Any]) -> None:
         log.warning("%s: tensors that the model has no place for: %s", source.reference, _some(info["unexpected_keys"]))
 
 
-def _check_gguf_tensors(source: ModelSource, gguf: GgufIndex, module: nn.Module, num_used_beside: int) -> None:
-    """Tensors that the loader's map does not know are passed over in silence: a bias left out is a wrong model.
-
-    Args:
-        num_used_beside: tensors that are no parameters and were used all the same.
-    """
+def _check_gguf_tensors(source: ModelSource, gguf: GgufIndex, module: nn.Module) -> None:
+    """Tensors that the loader's map does not know are passed over in silence: a bias left out is a wrong model."""
     parameters = [name for name, _ in module.named_parameters()]
     biases = [name for name in gguf.tensor_names if name.endswith(".bias")]
     if len(biases) > sum(name.endswith("bias") for name in parameters):
         raise not_loadable(f"{source.reference}: the model has no place for all of these: {_some(biases)}")
+    num_used_beside = int(FACTORS in gguf.tensor_names)
     if len(gguf.tensor_names) - num_used_beside > len(parameters):
         log.warning(
             "%s: the file has %d tensors, the model %d parameters; some are not used",

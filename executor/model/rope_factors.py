@@ -16,15 +16,12 @@ FACTORS = "rope_freqs.weight"
 FACTORS_BY_LENGTH = ("rope_factors_long.weight", "rope_factors_short.weight")
 
 
-def apply_rope_factors(module: nn.Module, file: Path, tensor_names: tuple[str, ...]) -> bool:
+def apply_rope_factors(module: nn.Module, file: Path, tensor_names: tuple[str, ...]) -> None:
     """Give the model the frequencies that its file means.
 
     Args:
         module: loaded from the file; changed in place.
         tensor_names: those of the file.
-
-    Returns:
-        Whether there were factors.
 
     Raises:
         OctavoError: FAILED_PRECONDITION, where the model has no place for them.
@@ -33,7 +30,7 @@ def apply_rope_factors(module: nn.Module, file: Path, tensor_names: tuple[str, .
         if name in tensor_names:
             raise unsupported(f"{name}: its rotary frequencies depend on the length of the sequence")
     if FACTORS not in tensor_names:
-        return False
+        return
     factors = _read(file)
     rotaries = [part for part in module.modules() if hasattr(part, "inv_freq")]
     if not rotaries or any(not _fits(part, factors) for part in rotaries):
@@ -41,7 +38,6 @@ def apply_rope_factors(module: nn.Module, file: Path, tensor_names: tuple[str, .
     for part in rotaries:
         part.get_buffer("inv_freq").div_(factors)
         part.get_buffer("original_inv_freq").copy_(part.get_buffer("inv_freq"))
-    return True
 
 
 def _read(file: Path) -> Tensor:

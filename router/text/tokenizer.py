@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from transformers import AutoTokenizer
 
+from octavo.conversion_cache import conversion_of
 from octavo.errors import Code, FieldViolation, OctavoError, invalid_argument
 from octavo.model_source import resolve_model
 from router.request import Chat
@@ -85,5 +86,12 @@ def load_tokenizer(source: str, vocabulary_size: int) -> Tokenizer:
         OctavoError: the reference names nothing that is here.
         OSError, ValueError: what `transformers` says of broken or missing files.
     """
-    name, options = resolve_model(source).pretrained_arguments()
-    return Tokenizer(AutoTokenizer.from_pretrained(name, **options), vocabulary_size)
+    found = resolve_model(source)
+    name, options = found.pretrained_arguments()
+    conversion = conversion_of(found, "tokenizer")
+    if conversion is not None and conversion.is_there:
+        name, options = str(conversion.folder), {"local_files_only": True}
+    pretrained = AutoTokenizer.from_pretrained(name, **options)
+    if conversion is not None and not conversion.is_there:
+        conversion.keep(pretrained.save_pretrained)
+    return Tokenizer(pretrained, vocabulary_size)

@@ -15,7 +15,17 @@ SERVICES = ("cache_service", "executor", "router")
 PACKAGES = (*SERVICES, "kernels", "octavo")
 
 # octavo.X: what every process stands on, what a client installs, and the roof over all of it.
-FOUNDATION = {"v1", "errors", "rpc", "settings", "settings_sources", "logs", "metrics", "model_source"}
+FOUNDATION = {
+    "v1",
+    "errors",
+    "rpc",
+    "settings",
+    "settings_sources",
+    "logs",
+    "metrics",
+    "model_source",
+    "conversion_cache",
+}
 CLIENT = {"client", "async_client", "client_channel", "messages", "options", "results"}
 ROOF = {
     *("cli", "launcher", "launch_config", "launch_plan", "supervisor", "child", "guard", "run_directory"),

@@ -9,8 +9,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Co
 
 from executor.arena import KvGeometry
 from executor.attention_torch import TorchAttention
+from executor.model import loader
 from executor.model.loader import describe_model, load_model
 from executor.model.verify import verify_model
+from octavo.conversion_cache import conversion_of
 from octavo.errors import OctavoError
 from octavo.model_source import resolve_model
 from tests.tiny_gguf import Damage, write_gguf
@@ -29,6 +31,12 @@ CONFIG = {
     "eos_token_id": EOS,
 }
 IDS = torch.tensor([[5, 9, 200, 31, 7, 7, 120]])
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path) -> None:
+    """Every test converts for itself."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def llama(tied: bool = False) -> PreTrainedModel:
@@ -154,3 +162,29 @@ def test_two_files_have_two_fingerprints_and_a_copy_has_the_same(tmp_path):
         return describe_model(load_model(source, "float32"), source, "", 0).fingerprint
 
     assert fingerprint(first) == fingerprint(copy) != fingerprint(changed)
+
+
+def test_the_second_load_reads_the_kept_conversion_and_is_the_same_model(tmp_path, monkeypatch):
+    """Field failure 40, and what an executor's successor sees: equal weights, equal fingerprint, no GGUF reader."""
+    source = resolve_model(str(write_gguf(llama(), tmp_path / "model.gguf", "llama")))
+    first = load_model(source, "float32")
+    conversion = conversion_of(source, "float32")
+    assert conversion is not None
+    assert conversion.is_there
+    monkeypatch.setattr(loader, "read_gguf_index", lambda path: pytest.fail("the file was converted again"))
+    second = load_model(source, "float32")
+    ours, theirs = first.module.state_dict(), second.module.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert describe_model(first, source, "", 0) == describe_model(second, source, "", 0)
+
+
+def test_a_model_that_is_refused_is_not_kept(tmp_path):
+    source = resolve_model(
+        str(write_gguf(llama(), tmp_path / "model.gguf", "llama", Damage(missing=("blk.0.attn_q.weight",))))
+    )
+    with pytest.raises(OctavoError):
+        load_model(source, "float32")
+    conversion = conversion_of(source, "float32")
+    assert conversion is not None
+    assert not conversion.is_there
