@@ -22,6 +22,7 @@ from octavo.results import (
     Limits,
     ModelInfo,
     ModelLoad,
+    PromptLogprobs,
     ServerInfo,
     Started,
     Timing,
@@ -147,6 +148,7 @@ def generation_of(response: pb.GenerateResponse) -> Generation:
         _usage(response.usage),
         _timing(response.timing),
         response.effective_seed,
+        _logprobs(response.prompt_logprobs),
     )
 
 
@@ -160,6 +162,8 @@ def event_of(response: pb.GenerateStreamResponse) -> Event | None:
     if kind == "finished":
         finished = response.finished
         return Finished(finished.index, _reason(finished.reason), finished.matched_stop)
+    if kind == "prompt_logprobs":
+        return PromptLogprobs(response.prompt_logprobs.token_offset, _logprobs(response.prompt_logprobs.logprobs))
     if kind == "completed":
         return Completed(_usage(response.completed.usage), _timing(response.completed.timing))
     return None

@@ -70,7 +70,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The whole answer to a request; `text` and `finish_reason` are those of its first choice."""
+    """The whole answer to a request; `text` and `finish_reason` are those of its first choice.
+
+    `prompt_logprobs` begin with the second token of the prompt.
+    """
 
     request_id: str
     model: str
@@ -78,6 +81,7 @@ class Generation:
     usage: Usage
     timing: Timing
     effective_seed: int
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
     @property
     def text(self) -> str:
@@ -100,6 +104,14 @@ class Started:
     prompt_tokens: int
     cached_tokens: int
     effective_seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """A piece of the prompt's log-probabilities; `token_offset` is the index in the prompt of its first token."""
+
+    token_offset: int
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +142,7 @@ class Completed:
     timing: Timing
 
 
-Event = Started | Delta | Finished | Completed
+Event = Started | PromptLogprobs | Delta | Finished | Completed
 
 
 @dataclass(slots=True)
@@ -159,6 +171,7 @@ class GenerationBuilder:
     def __init__(self) -> None:
         self._started: Started | None = None
         self._completed: Completed | None = None
+        self._prompt_logprobs: list[TokenLogprob] = []
         self._choices: dict[int, _OpenChoice] = {}
 
     def add(self, event: Event) -> None:
@@ -167,6 +180,8 @@ class GenerationBuilder:
                 self._started = event
             case Completed():
                 self._completed = event
+            case PromptLogprobs():
+                self._prompt_logprobs.extend(event.logprobs)
             case Finished():
                 self._choice(event.index).finished = event
             case Delta():
@@ -186,6 +201,7 @@ class GenerationBuilder:
             self._completed.usage,
             self._completed.timing,
             self._started.effective_seed,
+            tuple(self._prompt_logprobs),
         )
 
     def _choice(self, index: int) -> _OpenChoice:
@@ -223,6 +239,11 @@ class Limits:
     max_stop_strings: int
     max_stop_string_bytes: int
     max_stop_token_ids: int
+    max_choices: int
+    max_top_logprobs: int
+    max_logit_biases: int
+    max_bad_words: int
+    max_bad_word_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,9 @@ Not here: gRPC, and the connections that keep the engine fed (link).
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor as ThreadExecutor
+from dataclasses import replace
 from typing import TypeVar
 
 from router import admission
@@ -13,8 +14,9 @@ from router.engine import Engine
 from router.live import LiveRequest
 from router.model import Model
 from router.request import Chat, Prompt, RequestSpec
+from router.sampling import check_leaves_a_token
 from router.text.answer import AnswerText
-from router.text.detokenizer import Detokenizer
+from router.text.detokenizer import Detokenizer, without_held
 from router.text.stop import StopScanner
 from router.text.tokenizer import Tokenizer
 
@@ -38,11 +40,13 @@ class Backend:
         """Tokenize the prompt of a reserved request, check that it fits, and queue it.
 
         Raises:
-            OctavoError: FAILED_PRECONDITION when it can never fit, INVALID_ARGUMENT from the chat template.
+            OctavoError: FAILED_PRECONDITION when it can never fit, INVALID_ARGUMENT from the chat template, or when no
+                token would be left to generate.
         """
         checked = live.checked
         prompt_ids = await self.encode_prompt(checked.prompt)
-        spec = admission.fit(checked, prompt_ids, self.model)
+        spec = await self._with_texts(admission.fit(checked, prompt_ids, self.model))
+        check_leaves_a_token(checked, spec.banned, self.model)
         self.engine.submit(live, spec, self._answer_text(spec))
 
     async def encode_prompt(self, prompt: Prompt, *, add_special_tokens: bool = True) -> tuple[int, ...]:
@@ -67,17 +71,43 @@ class Backend:
         self.tokenizer.check_text_length(text, self.model.max_context_tokens)
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens and not is_chat)
 
+    async def _with_texts(self, spec: RequestSpec) -> RequestSpec:
+        """Fill in what the tokenizer must say of a request beside its prompt; most ask nothing of it."""
+        checked = spec.checked
+        if not (checked.output.echo or checked.sampling.bad_words):
+            return spec
+        return await self._in_thread(
+            lambda: replace(spec, banned=self._banned(checked.sampling.bad_words), echo_text=self._echo_text(spec))
+        )
+
+    def _banned(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Ids of each word as it is and behind a space: in a sentence they are often others."""
+        texts = [text for word in words for text in (word, f" {word}")]
+        sequences = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        return tuple(dict.fromkeys(sequence for sequence in sequences if sequence))
+
+    def _echo_text(self, spec: RequestSpec) -> str:
+        if not spec.checked.output.echo:
+            return ""
+        skips = spec.checked.output.skip_special_tokens
+        text = self.tokenizer.decode(spec.prompt_ids, skip_special_tokens=skips)
+        return without_held(text) if _is_ids(spec.checked.prompt) else text
+
     def _answer_text(self, spec: RequestSpec) -> AnswerText:
         checked = spec.checked
 
         def decode(token_ids) -> str:
             return self.tokenizer.decode(token_ids, skip_special_tokens=checked.output.skip_special_tokens)
 
-        is_ids = not isinstance(checked.prompt, str | Chat)
-        detokenizer = Detokenizer(decode, spec.prompt_ids, can_split_prompt=is_ids)
+        detokenizer = Detokenizer(decode, spec.prompt_ids, can_split_prompt=_is_ids(checked.prompt))
         stopping = checked.stopping
         scanner = StopScanner(stopping.stop, include_stop=stopping.include_stop)
         return AnswerText(detokenizer, scanner, min_tokens=stopping.min_tokens)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _is_ids(prompt: Prompt) -> bool:
+    """Ids of a client's own; only such a prompt can end inside a character."""
+    return not isinstance(prompt, str | Chat)

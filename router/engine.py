@@ -276,6 +276,8 @@ class Engine:
             live.num_cached_tokens = outcome.num_cached_tokens
             self._observer.on_admitted(len(live.tokens), outcome.num_cached_tokens)
             live.stream.start(_started(live))
+            if live.checked.output.echo:
+                live.stream.add(live.spec.echo_text, live.spec.prompt_ids)
 
     def _send(self, steps: SessionSteps) -> None:
         while steps.num_in_flight < self.limits.max_steps_in_flight:

@@ -26,6 +26,12 @@ class RawRequest:
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: Sequence[int] = ()
+    bad_words: Sequence[str] = ()
 
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -36,6 +42,8 @@ class RawRequest:
 
     logprobs: bool = False
     top_logprobs: int = 0
+    prompt_logprobs: bool = False
+    echo: bool = False
     skip_special_tokens: bool = True
     salt: str | None = None
     bypass_cache: bool = False

@@ -20,13 +20,28 @@ class FinishReason(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Filters in the order in which they apply, then the seed. temperature 0 is greedy; 0 top_k and 1 top_p are off."""
+    """Filters in the order in which they apply, then the seed, then what changes the logits before.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k, top_p: 0 and 1 are off.
+        presence_penalty, frequency_penalty, repetition_penalty: 0, 0 and 1 are off.
+        logit_bias: (id, bias), each id once.
+        allowed_token_ids: sorted; empty is off.
+        bad_words: texts; their ids are in `RequestSpec.banned`.
+    """
 
     temperature: float
     top_k: int
     top_p: float
     min_p: float
     seed: int
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
+    allowed_token_ids: tuple[int, ...]
+    bad_words: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +62,8 @@ class Output:
 
     logprobs: bool
     top_logprobs: int
+    prompt_logprobs: bool
+    echo: bool
     skip_special_tokens: bool
 
 
@@ -88,12 +105,16 @@ class RequestSpec:
     Attributes:
         max_tokens: of the answer, at least 1.
         limit_reason: the finish reason when `max_tokens` is reached.
+        banned: token sequences that cannot be generated.
+        echo_text: the prompt's text, where each answer begins with it.
     """
 
     checked: CheckedRequest
     prompt_ids: tuple[int, ...]
     max_tokens: int
     limit_reason: FinishReason
+    banned: tuple[tuple[int, ...], ...] = ()
+    echo_text: str = ""
 
     @property
     def num_prompt_tokens(self) -> int:

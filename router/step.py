@@ -21,6 +21,15 @@ class RowSampling:
     suppress_until: int
     logprobs: bool = False
     num_top_logprobs: int = 0
+    num_prompt_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    banned: tuple[tuple[int, ...], ...] = ()
+    prompt_logprobs_from: int = 0
+    prompt_logprobs_until: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ Not here: whether a request fits the pool (admission), and defaults that need th
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from octavo.errors import Code, FieldViolation, OctavoError, invalid_argument
@@ -16,6 +16,11 @@ MAX_REQUEST_ID_BYTES = 128
 MAX_SALT_BYTES = 256
 MAX_CHAT_MESSAGES = 4096
 MAX_TEMPERATURE = 2.0
+MAX_PENALTY = 2.0  # of presence, frequency and repetition
+MAX_BIAS = 100.0
+MAX_LOGIT_BIASES = 1024
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_BYTES = 256
 MAX_TOP_LOGPROBS = 20
 
 _NOT_SUPPORTED = "is not supported yet; leave it unset"
@@ -53,6 +58,7 @@ def validate(raw: RawRequest, model: Model, limits: RequestLimits, new_request_i
     _check_names(raw, wrong)
     _check_prompt(raw, model, wrong)
     _check_sampling(raw, wrong)
+    _check_logit_rules(raw, model, wrong)
     _check_stopping(raw, model, limits, wrong)
     _check_output(raw, wrong)
     if wrong:
@@ -126,6 +132,43 @@ def _check_sampling(raw: RawRequest, wrong: _Violations) -> None:
         wrong.check(raw.top_k >= -1, "sampling.top_k", f"is {raw.top_k}; allowed are -1 and 0 (off), and 1 and more")
 
 
+def _check_logit_rules(raw: RawRequest, model: Model, wrong: _Violations) -> None:
+    _check_range("sampling.presence_penalty", raw.presence_penalty, -MAX_PENALTY, MAX_PENALTY, wrong)
+    _check_range("sampling.frequency_penalty", raw.frequency_penalty, -MAX_PENALTY, MAX_PENALTY, wrong)
+    if (penalty := raw.repetition_penalty) is not None:
+        message = f"is {penalty}; allowed is (0, {MAX_PENALTY:g}], 1 is off"
+        wrong.check(0 < penalty <= MAX_PENALTY, "sampling.repetition_penalty", message)
+    _check_biases(raw.logit_bias, model, wrong)
+    _check_allowed(raw, model, wrong)
+    field, count = "sampling.bad_words", len(raw.bad_words)
+    wrong.check(count <= MAX_BAD_WORDS, field, f"has {count} words; at most {MAX_BAD_WORDS}")
+    for index, word in enumerate(raw.bad_words[:MAX_BAD_WORDS]):
+        size = len(word.encode())
+        message = f"has {size} bytes; 1 to {MAX_BAD_WORD_BYTES}"
+        wrong.check(1 <= size <= MAX_BAD_WORD_BYTES, f"{field}[{index}]", message)
+
+
+def _check_biases(biases: Mapping[int, float], model: Model, wrong: _Violations) -> None:
+    field = "sampling.logit_bias"
+    if len(biases) > MAX_LOGIT_BIASES:
+        wrong.append(FieldViolation(field, f"has {len(biases)} ids; at most {MAX_LOGIT_BIASES}"))
+        return
+    for token_id, bias in biases.items():
+        is_known = 0 <= token_id < model.vocabulary_size
+        wrong.check(is_known, f"{field}[{token_id}]", f"is no id; allowed are 0 to {model.vocabulary_size - 1}")
+        _check_range(f"{field}[{token_id}]", bias, -MAX_BIAS, MAX_BIAS, wrong)
+
+
+def _check_allowed(raw: RawRequest, model: Model, wrong: _Violations) -> None:
+    count, field = len(raw.allowed_token_ids), "sampling.allowed_token_ids"
+    if count > model.vocabulary_size:
+        wrong.append(
+            FieldViolation(field, f"has {count} ids; at most as many as the vocabulary, {model.vocabulary_size}")
+        )
+        return
+    _check_ids(field, raw.allowed_token_ids, model.vocabulary_size, wrong)
+
+
 def _check_stopping(raw: RawRequest, model: Model, limits: RequestLimits, wrong: _Violations) -> None:
     if raw.max_tokens is not None:
         field, allowed = "stopping.max_tokens", "allowed is 1 and more, or unset: as far as context and pool reach"
@@ -155,14 +198,13 @@ def _check_stop_ids(raw: RawRequest, model: Model, limits: RequestLimits, wrong:
         wrong.append(FieldViolation(field, f"has {count} ids; at most {limits.max_stop_token_ids}"))
         return
     _check_ids(field, raw.stop_token_ids, model.vocabulary_size, wrong)
-    if raw.min_tokens and len({*raw.stop_token_ids, *model.eos_token_ids}) >= model.vocabulary_size:
-        wrong.append(FieldViolation(field, "leaves no token that min_tokens allows; name fewer ids"))
 
 
 def _check_output(raw: RawRequest, wrong: _Violations) -> None:
     field, count = "output.top_logprobs", raw.top_logprobs
     wrong.check(count <= MAX_TOP_LOGPROBS, field, f"is {count}; allowed is 0 to {MAX_TOP_LOGPROBS}")
-    wrong.check(raw.logprobs or not count, field, f"is {count}, but output.logprobs is not set; set it too")
+    is_used = raw.logprobs or raw.prompt_logprobs or not count
+    wrong.check(is_used, field, f"is {count}, but neither output.logprobs nor output.prompt_logprobs is true")
 
 
 def _check_ids(field: str, token_ids: Iterable[int], vocabulary_size: int, wrong: _Violations) -> None:
@@ -185,6 +227,12 @@ def _checked(raw: RawRequest, request_id: str, model: Model) -> CheckedRequest:
         top_p=1.0 if raw.top_p is None else raw.top_p,
         min_p=raw.min_p or 0.0,
         seed=seed_of(request_id) if raw.seed is None else raw.seed,
+        presence_penalty=raw.presence_penalty or 0.0,
+        frequency_penalty=raw.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if raw.repetition_penalty is None else raw.repetition_penalty,
+        logit_bias=tuple(sorted(raw.logit_bias.items())),
+        allowed_token_ids=tuple(sorted(set(raw.allowed_token_ids))),
+        bad_words=tuple(raw.bad_words),
     )
     stopping = Stopping(
         max_tokens=raw.max_tokens,
@@ -199,9 +247,10 @@ def _checked(raw: RawRequest, request_id: str, model: Model) -> CheckedRequest:
         prompt=_prompt(raw),
         sampling=sampling,
         stopping=stopping,
-        output=Output(raw.logprobs, raw.top_logprobs, raw.skip_special_tokens),
+        output=Output(raw.logprobs, raw.top_logprobs, raw.prompt_logprobs, raw.echo, raw.skip_special_tokens),
         salt=raw.salt,
-        bypass_cache=raw.bypass_cache,
+        # A cached token is not computed, and what is not computed has no log-probability.
+        bypass_cache=raw.bypass_cache or raw.prompt_logprobs,
         priority=raw.priority,
     )
 

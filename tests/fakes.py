@@ -299,7 +299,12 @@ class FakeExecutor:
         for index, slot in enumerate(step.slots):
             row = self.rows[slot]
             assert step.start_positions[index] == row.num_computed, "a row starts where it is not"
+            first = row.num_computed
             self._compute(row, step.num_tokens[index])
+            asked = row.sampling
+            for position in range(first + 1, row.num_computed + 1):
+                if asked.prompt_logprobs_from <= position < asked.prompt_logprobs_until:
+                    _add_logprob(result.prompt_logprobs, index, row, position)
             if self.hooks.fail_rows(row):
                 result.num_sampled.append(0)
                 result.failures.add(row=index, reason="LOGITS_NOT_FINITE", message="logits are not finite")
@@ -307,6 +312,8 @@ class FakeExecutor:
             sampled = self._sample(row)
             result.num_sampled.append(len(sampled))
             result.token_ids.extend(sampled)
+            if asked.logprobs and sampled:
+                _add_logprob(result.sampled_logprobs, index, row, len(row.tokens) - 1)
         return result
 
     def _compute(self, row: _Row, num_tokens: int) -> None:
@@ -343,6 +350,22 @@ async def _pour(source: AsyncIterator[Any], target: asyncio.Queue) -> None:
             target.put_nowait(item)
     finally:
         target.put_nowait(None)
+
+
+def fake_logprob(token_id: int, position: int) -> float:
+    """What a scripted executor says of a token of a sequence: exact in float32."""
+    return -token_id / 256 - position
+
+
+def _add_logprob(packed: executor_pb2.Logprobs, index: int, row: _Row, position: int) -> None:
+    token_id, num_top = row.tokens[position], row.sampling.num_top_logprobs
+    packed.rows.append(index)
+    packed.token_ids.append(token_id)
+    packed.logprobs.append(fake_logprob(token_id, position))
+    packed.ranks.append(1 + token_id % 7)
+    packed.num_top.append(num_top)
+    packed.top_token_ids.extend(range(num_top))
+    packed.top_logprobs.extend(fake_logprob(other, position) for other in range(num_top))
 
 
 def _history_hash(tokens: Sequence[int]) -> int:

@@ -40,6 +40,10 @@ class Adjustments:
     banned_ids: Tensor  # [num_banned] int64
 
 
+# Keeps logit / repetition finite; what is as small has long made every repeated token win.
+_MIN_REPETITION = 1e-6
+
+
 def adjust(logits: Tensor, adjustments: Adjustments) -> None:
     """Change logits, [num_rows, vocabulary_size] float32, in place."""
     a = adjustments
@@ -82,7 +86,7 @@ def pack_adjustments(rules: Sequence[RowRules | None], num_tokens: Sequence[int]
         biases=torch.from_numpy(np.concatenate([rule.sampling.biases for _, rule in rows])),
         seen_rows=seen_rows,
         seen_ids=seen_ids,
-        repetition=_per_entry([each.repetition_penalty for each in penalties], sizes),
+        repetition=_per_entry([max(each.repetition_penalty, _MIN_REPETITION) for each in penalties], sizes),
         frequency=_per_entry([each.frequency_penalty for each in penalties], sizes) * counts,
         presence=_per_entry([each.presence_penalty for each in penalties], sizes) * (counts > 0),
         allowed_rows=torch.tensor([row for row, _ in listed], dtype=torch.int64),

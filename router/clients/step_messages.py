@@ -51,6 +51,17 @@ def _sampling_message(sampling: RowSampling) -> executor_pb2.RowSampling:
         suppress_until=sampling.suppress_until,
         logprobs=sampling.logprobs,
         num_top_logprobs=sampling.num_top_logprobs,
+        num_prompt_tokens=sampling.num_prompt_tokens,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        bias_token_ids=[token_id for token_id, _ in sampling.logit_bias],
+        biases=[bias for _, bias in sampling.logit_bias],
+        allowed_token_ids=sampling.allowed_token_ids,
+        banned_lengths=[len(sequence) for sequence in sampling.banned],
+        banned_token_ids=[token_id for sequence in sampling.banned for token_id in sequence],
+        prompt_logprobs_from=sampling.prompt_logprobs_from,
+        prompt_logprobs_until=sampling.prompt_logprobs_until,
     )
 
 

@@ -9,17 +9,9 @@ from router.request import Chat, ChatMessage
 
 # Unset, or one of these values, asks for nothing.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "sampling.presence_penalty": (0.0,),
-    "sampling.frequency_penalty": (0.0,),
-    "sampling.repetition_penalty": (1.0,),
     "sampling.n": (1,),
     "sampling.best_of": (1,),
-    "output.logprobs": (False,),
-    "output.top_logprobs": (0,),
-    "output.prompt_logprobs": (False,),
-    "output.echo": (False,),
 }
-_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 def read_request(message: inference_pb2.GenerateRequest | inference_pb2.GenerateStreamRequest) -> RawRequest:
@@ -36,6 +28,12 @@ def read_request(message: inference_pb2.GenerateRequest | inference_pb2.Generate
         top_k=_optional(sampling, "top_k"),
         min_p=_optional(sampling, "min_p"),
         seed=_optional(sampling, "seed"),
+        presence_penalty=_optional(sampling, "presence_penalty"),
+        frequency_penalty=_optional(sampling, "frequency_penalty"),
+        repetition_penalty=_optional(sampling, "repetition_penalty"),
+        logit_bias=sampling.logit_bias,
+        allowed_token_ids=sampling.allowed_token_ids,
+        bad_words=sampling.bad_words,
         max_tokens=_optional(stopping, "max_tokens"),
         min_tokens=_optional(stopping, "min_tokens"),
         stop=stopping.stop,
@@ -44,6 +42,8 @@ def read_request(message: inference_pb2.GenerateRequest | inference_pb2.Generate
         ignore_eos=stopping.ignore_eos,
         logprobs=message.output.logprobs,
         top_logprobs=message.output.top_logprobs,
+        prompt_logprobs=message.output.prompt_logprobs,
+        echo=message.output.echo,
         skip_special_tokens=wants_special_tokens_skipped(message.output),
         salt=_optional(message.cache, "salt"),
         bypass_cache=message.cache.bypass,
@@ -75,20 +75,12 @@ def _optional(message: Any, field: str) -> Any:
 
 
 def _floats(message: Any) -> dict[str, float]:
-    sampling = message.sampling
-    floats = {f"sampling.{name}": getattr(sampling, name) for name in _PENALTIES if sampling.HasField(name)}
-    floats |= {f"sampling.logit_bias[{key}]": value for key, value in sampling.logit_bias.items()}
-    if sampling.beam.HasField("length_penalty"):
-        floats["sampling.beam.length_penalty"] = sampling.beam.length_penalty
-    return floats
+    beam = message.sampling.beam
+    return {"sampling.beam.length_penalty": beam.length_penalty} if beam.HasField("length_penalty") else {}
 
 
 def _ids(message: Any) -> dict[str, Sequence[int]]:
-    ids = {
-        "sampling.logit_bias": list(message.sampling.logit_bias),
-        "sampling.allowed_token_ids": message.sampling.allowed_token_ids,
-    }
-    return ids | {f"resume[{index}].token_ids": resume.token_ids for index, resume in enumerate(message.resume)}
+    return {f"resume[{index}].token_ids": resume.token_ids for index, resume in enumerate(message.resume)}
 
 
 def _unsupported(message: Any) -> list[str]:
@@ -99,11 +91,7 @@ def _unsupported(message: Any) -> list[str]:
         value = _optional(getattr(message, group), field)
         if value is not None and value not in neutral:
             found.append(path)
-    sampling = message.sampling
-    found += [
-        f"sampling.{name}" for name in ("logit_bias", "allowed_token_ids", "bad_words") if getattr(sampling, name)
-    ]
-    if sampling.HasField("beam"):
+    if message.sampling.HasField("beam"):
         found.append("sampling.beam")
     found += [name for name in ("constraint", "adapter", "time_limit") if message.HasField(name)]
     if message.resume:

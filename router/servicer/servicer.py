@@ -11,6 +11,7 @@ import grpc
 from octavo.errors import Code, FieldViolation, OctavoError, invalid_argument
 from octavo.rpc import MAX_MESSAGE_BYTES
 from octavo.v1 import inference_pb2, inference_pb2_grpc
+from router import validation
 from router.backend import Backend
 from router.config import RouterConfig
 from router.live import LiveRequest
@@ -156,6 +157,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 max_stop_strings=config.max_stop_strings,
                 max_stop_string_bytes=config.max_stop_string_bytes,
                 max_stop_token_ids=config.max_stop_token_ids,
+                max_top_logprobs=validation.MAX_TOP_LOGPROBS,
+                max_logit_biases=validation.MAX_LOGIT_BIASES,
+                max_bad_words=validation.MAX_BAD_WORDS,
+                max_bad_word_bytes=validation.MAX_BAD_WORD_BYTES,
             ),
         )
 

@@ -37,14 +37,14 @@ class Detokenizer:
         self._context = list(prompt_ids[-CONTEXT_TOKENS:])
         self._pending: list[int] = []
         shown = decode(self._context) if self._context else ""
-        self._shown = _without_held(shown) if can_split_prompt else shown  # text of the context
+        self._shown = without_held(shown) if can_split_prompt else shown  # text of the context
         self._num_out = 0  # characters of the pending text that are out
 
     def push(self, token_id: int) -> str:
         """Text that this token makes certain; often of this token alone, sometimes empty, sometimes of several."""
         self._pending.append(token_id)
         text = self._pending_text()
-        certain = _without_held(text)
+        certain = without_held(text)
         out = certain[self._num_out :]
         self._num_out = max(self._num_out, len(certain))
         if out and len(certain) == len(text):
@@ -88,7 +88,7 @@ class Detokenizer:
         self._num_out = 0
 
 
-def _without_held(text: str) -> str:
+def without_held(text: str) -> str:
     """The text without a tail that later tokens may turn into a character."""
     stripped = text.rstrip(REPLACEMENT)
     num_held = min(len(text) - len(stripped), MAX_HELD_CHARS)

@@ -9,7 +9,7 @@ import pytest
 from octavo.errors import Code, OctavoError
 from octavo.rpc import error_of_call
 from octavo.v1 import inference_pb2
-from tests.fakes import VOCABULARY_SIZE
+from tests.fakes import EOS, VOCABULARY_SIZE
 from tests.stacks import Stack, running_stack
 
 BAD_IDS = [-1, VOCABULARY_SIZE, 2**31, 2**63 - 1, -(2**63)]
@@ -44,7 +44,7 @@ async def test_ids_out_of_range_in_every_id_field(source: str) -> None:
             await check_refused(stack, "token_ids[1]", token_ids={"ids": [1, bad]})
             await check_refused(stack, "stopping.stop_token_ids[0]", stopping={"stop_token_ids": [bad]})
             await check_refused(stack, "sampling.allowed_token_ids[0]", sampling={"allowed_token_ids": [bad]})
-            await check_refused(stack, "sampling.logit_bias[0]", sampling={"logit_bias": {bad: 1.0}})
+            await check_refused(stack, f"sampling.logit_bias[{bad}]", sampling={"logit_bias": {bad: 1.0}})
             await check_refused(stack, "resume[0].token_ids[0]", resume=[{"token_ids": [bad]}])
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stack.stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[bad]))
@@ -77,6 +77,11 @@ async def test_nan_and_infinities_in_every_float_field(source: str) -> None:
         ("sampling.top_p", [0.0, -1.0, 1.1], [0.001, 1.0]),
         ("sampling.top_k", [-2, -(2**31)], [-1, 0, 1, VOCABULARY_SIZE, VOCABULARY_SIZE + 1, 2**31 - 1]),
         ("sampling.min_p", [-0.1, 1.1], [0.0, 1.0]),
+        ("sampling.presence_penalty", [-2.1, 2.1], [-2.0, 0.0, 2.0]),
+        ("sampling.frequency_penalty", [-2.1, 2.1], [-2.0, 0.0, 2.0]),
+        ("sampling.repetition_penalty", [-1.0, 0.0, 2.1], [1e-30, 1.0, 2.0]),
+        ("sampling.bad_words", [["x"] * 65], [["x"] * 64, []]),
+        ("output.top_logprobs", [1, 21, 2**32 - 1], [0]),
         ("stopping.max_tokens", [0, -1, -(2**31)], [1]),
         ("stopping.min_tokens", [-1, 4], [0, 3]),
     ],
@@ -139,16 +144,6 @@ async def test_sizes_of_lists_and_strings(source: str) -> None:
         ("sampling.n", {"sampling": {"n": 10**6}}),
         ("sampling.best_of", {"sampling": {"best_of": 3}}),
         ("sampling.beam", {"sampling": {"beam": {"width": 4}}}),
-        ("sampling.presence_penalty", {"sampling": {"presence_penalty": 0.5}}),
-        ("sampling.frequency_penalty", {"sampling": {"frequency_penalty": -0.5}}),
-        ("sampling.repetition_penalty", {"sampling": {"repetition_penalty": 1.1}}),
-        ("sampling.logit_bias", {"sampling": {"logit_bias": {1: 2.0}}}),
-        ("sampling.allowed_token_ids", {"sampling": {"allowed_token_ids": [1]}}),
-        ("sampling.bad_words", {"sampling": {"bad_words": ["x"]}}),
-        ("output.logprobs", {"output": {"logprobs": True}}),
-        ("output.top_logprobs", {"output": {"top_logprobs": 5}}),
-        ("output.prompt_logprobs", {"output": {"prompt_logprobs": True}}),
-        ("output.echo", {"output": {"echo": True}}),
         ("constraint", {"constraint": {"regex": "a+"}}),
         ("adapter", {"adapter": "lora"}),
         ("time_limit", {"time_limit": {"seconds": 1}}),
@@ -166,6 +161,47 @@ async def test_neutral_values_of_unsupported_fields_are_fine(source: str) -> Non
         output = {"logprobs": False, "top_logprobs": 0, "prompt_logprobs": False, "echo": False}
         response = await stack.generate(sampling=neutral, output=output, stopping={"max_tokens": 2})
         assert response.usage.generated_tokens == 2
+
+
+async def test_bad_values_of_logit_rules(source: str) -> None:
+    """Field failure 28: each entry of a list or map by its place."""
+    async with running_stack(source) as stack:
+        for bias in (100.5, -101.0):
+            await check_refused(stack, "sampling.logit_bias[7]", sampling={"logit_bias": {7: bias}})
+        many = dict.fromkeys(range(1025), 1.0)
+        await check_refused(stack, "sampling.logit_bias", sampling={"logit_bias": many})
+        await check_refused(stack, "sampling.bad_words[1]", sampling={"bad_words": ["ok", ""]})
+        await check_refused(stack, "sampling.bad_words[0]", sampling={"bad_words": ["x" * 257]})
+        too_many = [1] * (VOCABULARY_SIZE + 1)
+        await check_refused(stack, "sampling.allowed_token_ids", sampling={"allowed_token_ids": too_many})
+        await check_refused(stack, "output.top_logprobs", output={"logprobs": True, "top_logprobs": 21})
+        await check_untouched(stack)
+        biases = {0: -100.0, VOCABULARY_SIZE - 1: 100.0}
+        everything = list(range(VOCABULARY_SIZE))
+        response = await stack.generate(
+            sampling={"logit_bias": biases, "allowed_token_ids": everything, "bad_words": ["é" * 128]},
+            output={"logprobs": True, "top_logprobs": 20},
+            stopping={"max_tokens": 1},
+        )
+        assert len(response.choices[0].logprobs[0].top) == 20
+
+
+async def test_rules_that_leave_no_token_are_refused(source: str) -> None:
+    async with running_stack(source) as stack:
+        early = {"min_tokens": 1, "max_tokens": 3}
+        cases: list[tuple[str, dict[str, Any]]] = [
+            ("sampling.allowed_token_ids", {"sampling": {"allowed_token_ids": [EOS]}, "stopping": early}),
+            (
+                "sampling.allowed_token_ids",
+                {"sampling": {"allowed_token_ids": [5, 6]}, "stopping": {"stop_token_ids": [5, 6], **early}},
+            ),
+            ("sampling.allowed_token_ids", {"sampling": {"allowed_token_ids": [120], "bad_words": ["yx"]}}),
+        ]
+        for field, fields in cases:
+            await check_refused(stack, field, **fields)
+        await check_untouched(stack)
+        free = {"allowed_token_ids": [EOS, 7]}
+        assert (await stack.generate(sampling=free, stopping=early)).choices[0].token_ids
 
 
 async def test_all_bad_fields_are_named_at_once(source: str) -> None:
