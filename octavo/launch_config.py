@@ -21,7 +21,7 @@ class _LaunchConfig(BaseModel):
 
     log_level: LogLevel = Field("info", description="least severe level logged, of every section that sets none")
     start_timeout_s: float = Field(300.0, gt=0, description="seconds until each process must be ready")
-    max_restarts: int = Field(5, ge=0, description="times in five minutes that a dead executor or router is restarted")
+    max_restarts: int = Field(5, ge=0, description="times in five minutes that a dead process is restarted")
 
     # Options of sections that the launcher sets itself.
     wired: ClassVar[tuple[tuple[str, str], ...]] = ()

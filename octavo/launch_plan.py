@@ -38,7 +38,7 @@ def plan_serve(config: ServeConfig, socket_of: Callable[[str], str]) -> Stages:
     executor_listen = _listen_or(config.executor, socket_of("executor"))
     cache_address, executor_address = connect_address(cache_listen), connect_address(executor_listen)
     restart = RestartPolicy(config.max_restarts)
-    cache = _child("cache-service", config.cache_service, CACHE_HEALTH, {"listen": cache_listen}, None, config)
+    cache = _child("cache-service", config.cache_service, CACHE_HEALTH, {"listen": cache_listen}, restart, config)
     executor_wiring = {"listen": executor_listen, "cache_service": cache_address}
     executor = _child("executor", config.executor, EXECUTOR_HEALTH, executor_wiring, restart, config)
     router_wiring = {"cache_service": cache_address, "executor": executor_address}
@@ -48,7 +48,7 @@ def plan_serve(config: ServeConfig, socket_of: Callable[[str], str]) -> Stages:
 
 def plan_engine(config: EngineConfig) -> Stages:
     """Cache service, then all executors. Raises ValueError as `plan_serve`."""
-    cache = _child("cache-service", config.cache_service, CACHE_HEALTH, {}, None, config)
+    cache = _child("cache-service", config.cache_service, CACHE_HEALTH, {}, RestartPolicy(config.max_restarts), config)
     return [[cache], [_engine_executor(config, index) for index in range(config.executors)]]
 
 

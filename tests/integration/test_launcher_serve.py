@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 import octavo
+from octavo.errors import Code
+from octavo.results import Delta
 from tests.tiny_models import save_tiny_llama
 
 PROMPT = [1, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58]
@@ -163,13 +165,38 @@ def test_second_serve_on_the_same_port_says_what_is_wrong(serve):
     assert serve.address in second.stderr
 
 
-def test_killed_executor_is_replaced_and_answers_the_same(serve, client):
+LONG = {"temperature": 0.8, "seed": 5, "max_tokens": 120, "ignore_eos": True}
+
+
+def stream_and_kill(serve, client, module: str) -> tuple[int, ...]:
+    """Stream a long answer, kill a process in the middle of it, and return all tokens that came."""
+    killed, tokens = serve.child(module), []
+    for event in client.stream(PROMPT, **LONG):
+        if isinstance(event, Delta):
+            if len(tokens) < 20 <= len(tokens) + len(event.token_ids):
+                os.kill(killed, signal.SIGKILL)
+            tokens += event.token_ids
+    return tuple(tokens)
+
+
+def test_streams_go_on_when_the_executor_is_killed(serve, client):
+    """No token is lost, repeated or drawn anew: the answer is that of an undisturbed run."""
+    whole = client.generate(PROMPT, **LONG).choices[0].token_ids
+    assert stream_and_kill(serve, client, "executor") == whole
+    assert serve.log.count("octavo        | executor is ready after") == 2
+
+
+def test_requests_fail_and_others_are_served_when_the_cache_service_is_killed(serve, client):
     before = answer(client)
-    killed = serve.child("executor")
-    os.kill(killed, signal.SIGKILL)
-    serve.wait_for("octavo        | executor is ready after", times=2)
-    assert serve.child("executor") != killed
+    with pytest.raises(octavo.OctavoError) as failed:
+        stream_and_kill(serve, client, "cache_service")
+    assert failed.value.code is Code.UNAVAILABLE
+    assert failed.value.retry_after_s is not None
+    serve.wait_for("octavo        | cache-service is ready after", times=2)
+    serve.wait_for("octavo        | executor is ready after", times=3)
+    serve.wait_for("INFO router.link: serving", times=2)
     assert answer(client) == before
+    assert len(list(serve.memory.iterdir())) == 1, "the segment of before is gone"
 
 
 def test_ctrl_c_ends_everything_and_leaves_nothing(serve):

@@ -30,10 +30,9 @@ def test_serve_is_three_stages_joined_by_private_sockets():
     assert (router.address, router.health_service) == ("127.0.0.1:7700", "octavo.v1.InferenceService")
 
 
-def test_only_the_cache_service_may_not_die():
-    [[cache], [executor], [router]] = serve(max_restarts=7)
-    assert cache.restart is None
-    assert executor.restart == router.restart == RestartPolicy(7)
+def test_whatever_dies_is_restarted():
+    stages = [*serve(max_restarts=7), *plan_engine(EngineConfig(max_restarts=7))]
+    assert [child.restart for stage in stages for child in stage] == [RestartPolicy(7)] * 5
 
 
 def test_grace_before_sigkill_is_longer_than_the_processs_own():
