@@ -290,6 +290,20 @@ def test_a_cancelled_sequence_is_fenced_until_its_last_step_is_acknowledged(star
     router.allocate(*prompt(B, 100))
 
 
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_sequence_of_two_sessions_is_fenced_until_both_are_past_it(start: Start, first: int) -> None:
+    """Field failure 10: it ran in a session that broke, and in the next one; both may still write, in any order."""
+    router = start(4)
+    sessions = [session_of(router, 1), session_of(router, 2)]
+    cancelled, _ = router.allocate(*prompt(3 * B))
+    router.release(cancelled, *(SessionStep(session, 7) for session in sessions))
+    router.acknowledged[sessions[first - 1]] = 7
+    with pytest.raises(OctavoError, match="fenced"):
+        router.allocate(*prompt(B, 100))
+    router.acknowledged = dict.fromkeys(sessions, 7)
+    router.allocate(*prompt(B, 100))
+
+
 def test_a_fenced_block_that_was_committed_is_found_but_not_handed_out(start: Start) -> None:
     """Field failure 10: preempted in flight, asked for again at once."""
     router = start(6)
