@@ -4,10 +4,8 @@ The direct computation keeps the whole history and starts over at every token, i
 numbers; the executor keeps counts. Rows, chunks and neighbours change nothing.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,10 +13,10 @@ import torch
 
 from executor.step import RowSampling, StepResult, TableExtension, TokenLogprobs
 from tests.executor_cases import BLOCK, ints, row, step, table_session
+from tests.logit_rules import Asked, adjusted_directly
 
 SIZE = 100
 PROMPT = [10, 20, 30, 20, 40]
-f32 = np.float32
 
 
 def table() -> torch.Tensor:
@@ -31,47 +29,18 @@ def table() -> torch.Tensor:
 TABLE = table()
 
 
-@dataclass
-class Asked:
-    """A row's sampling in plain words."""
-
-    rules: dict[str, Any] = field(default_factory=dict)
-    banned: Sequence[Sequence[int]] = ()
-    bias: dict[int, float] = field(default_factory=dict)
-    allowed: Sequence[int] = ()
-    suppressed: Sequence[int] = ()
-
-    def sampling(self, num_prompt: int = len(PROMPT)) -> RowSampling:
-        return RowSampling(
-            num_prompt_tokens=num_prompt,
-            bias_token_ids=ints(*self.bias),
-            biases=np.array(list(self.bias.values()), dtype=f32),
-            allowed_token_ids=ints(*self.allowed),
-            suppressed_token_ids=ints(*self.suppressed),
-            banned_lengths=ints(*map(len, self.banned)),
-            banned_token_ids=ints(*(token for sequence in self.banned for token in sequence)),
-            **self.rules,
-        )
-
-
-def adjusted_directly(logits: Sequence[float], asked: Asked, prompt: list[int], generated: list[int]) -> list[float]:
-    """The definition, token by token."""
-    rules, adjusted = asked.rules, []
-    repetition = f32(rules.get("repetition_penalty", 1))
-    for token, logit in enumerate(logits):
-        value = f32(logit) + f32(asked.bias.get(token, 0))
-        if token in prompt or token in generated:
-            value = value / repetition if value > 0 else value * repetition
-        count = generated.count(token)
-        value = value - f32(rules.get("frequency_penalty", 0)) * f32(count)
-        value = value - f32(rules.get("presence_penalty", 0)) * f32(count > 0)
-        is_early = len(prompt) + len(generated) < rules.get("suppress_until", 0)
-        out = (asked.allowed and token not in asked.allowed) or (is_early and token in asked.suppressed)
-        for sequence in asked.banned:
-            written = [*generated, token]
-            out = out or written[-len(sequence) :] == list(sequence)
-        adjusted.append(-math.inf if out else float(value))
-    return adjusted
+def sampling_of(asked: Asked) -> RowSampling:
+    """The rules in the executor's words, for a row that starts with the prompt."""
+    return RowSampling(
+        num_prompt_tokens=len(PROMPT),
+        bias_token_ids=ints(*asked.bias),
+        biases=np.array(list(asked.bias.values()), dtype=np.float32),
+        allowed_token_ids=ints(*asked.allowed),
+        suppressed_token_ids=ints(*asked.suppressed),
+        banned_lengths=ints(*map(len, asked.banned)),
+        banned_token_ids=ints(*(token for sequence in asked.banned for token in sequence)),
+        **asked.rules,
+    )
 
 
 def greedy_directly(asked: Asked, num_tokens: int, prompt: list[int] = PROMPT) -> list[int]:
@@ -145,7 +114,7 @@ class Rows:
 @pytest.mark.parametrize("name", CASES)
 def test_each_field_against_its_definition(name: str) -> None:
     rows = Rows()
-    rows.run({0: CASES[name].sampling()})
+    rows.run({0: sampling_of(CASES[name])})
     for _ in range(19):
         rows.run()
     assert rows.tokens[0] == greedy_directly(CASES[name], 20)
@@ -165,7 +134,7 @@ def test_bad_sequences_are_matched_in_what_was_generated() -> None:
     for banned in ([plain[2:3]], [plain[1:4]], [[PROMPT[-1], plain[0]]], [plain[0:2], plain[3:5]]):
         asked = Asked(banned=banned)
         rows = Rows()
-        rows.run({0: asked.sampling()})
+        rows.run({0: sampling_of(asked)})
         for _ in range(9):
             rows.run()
         assert rows.tokens[0] == greedy_directly(asked, 10)
@@ -175,9 +144,7 @@ def test_bad_sequences_are_matched_in_what_was_generated() -> None:
 
 
 def random_too(asked: Asked, seed: int) -> RowSampling:
-    return Asked(
-        asked.rules | {"temperature": 0.8, "seed": seed}, asked.banned, asked.bias, asked.allowed, asked.suppressed
-    ).sampling()
+    return sampling_of(replace(asked, rules=asked.rules | {"temperature": 0.8, "seed": seed}))
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 99])
@@ -207,7 +174,7 @@ def test_a_row_that_is_sent_again_counts_what_it_generated() -> None:
     for cut in (1, BLOCK - 1, BLOCK, 7):
         session = table_session(TABLE)
         history = [*PROMPT, *right[:cut]]
-        start = row(0, history, list(range(1, 8)), sampling=asked.sampling())
+        start = row(0, history, list(range(1, 8)), sampling=sampling_of(asked))
         found = [session.process(step(1, [(0, 0, len(history))], started_rows=(start,)))]
         for index in range(5):
             found.append(session.process(step(2 + index, [(0, len(history) + index, 1)])))
@@ -217,7 +184,7 @@ def test_a_row_that_is_sent_again_counts_what_it_generated() -> None:
 def test_a_step_that_fails_takes_its_counts_back() -> None:
     asked = CASES["all penalties"]
     rows = Rows()
-    rows.run({0: asked.sampling()})
+    rows.run({0: sampling_of(asked)})
     bad = step(rows._step + 1, [(0, rows.computed[0], 1)], extensions=(TableExtension(0, ints(3), ints(1), ints(9)),))
     rows.session.process(bad)
     for _ in range(8):
@@ -253,12 +220,10 @@ def check_logprobs(found: TokenLogprobs, before: Sequence[int], tokens: Sequence
 def test_logprobs_are_of_the_models_own_distribution(num_top: int, temperature: float) -> None:
     """Before bias, penalties, masks and temperature; equal logits are ranked by id."""
     asked = Asked(CASES["all at once"].rules | {"temperature": temperature}, bias={1: 5.0}, allowed=list(range(60)))
-    sampling = Asked(
-        asked.rules | {"logprobs": True, "num_top_logprobs": num_top}, bias=asked.bias, allowed=asked.allowed
-    ).sampling()
+    sampling = sampling_of(replace(asked, rules=asked.rules | {"logprobs": True, "num_top_logprobs": num_top}))
     rows, silent = Rows(), Rows()
     rows.run({0: sampling})
-    silent.run({0: asked.sampling()})
+    silent.run({0: sampling_of(asked)})
     for _ in range(5):
         rows.run()
         silent.run()
