@@ -19,6 +19,8 @@ from router.steps import SessionSteps
 # Blocks can come free at others' hands (other routers, fences that lift), which nobody tells us.
 RETRY_BLOCKS_S = 0.02
 NO_STEP = StepId(0)
+# A scored token keeps a row of logits until the end of its step: 256 of a vocabulary of 128 K are 134 MB.
+MAX_SCORED_RUN_TOKENS = 256
 
 
 @dataclass
@@ -87,6 +89,8 @@ class Capacity:
         num_tokens, num_cached = len(live.tokens), outcome.num_cached_tokens
         capacity = len(outcome.block_ids) * self.model.block_size
         row = Row(slot, live.order, num_tokens, num_cached, num_cached, capacity, live.spec.max_kv_tokens)
+        if live.checked.output.prompt_logprobs:
+            row.max_run_tokens = MAX_SCORED_RUN_TOKENS
         live.begin_row(row, list(outcome.block_ids))
         live.num_committed_blocks = num_cached // self.model.block_size
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from router.ids import Slot
 
+UNBOUNDED = 1 << 62
+
 
 @dataclass(slots=True)
 class Row:
@@ -26,6 +28,7 @@ class Row:
         num_computed: tokens whose KV is known to be in the blocks.
         capacity_tokens: what the row's blocks hold.
         max_kv_tokens: tokens that will ever need KV.
+        max_run_tokens: most of them in one step.
     """
 
     slot: Slot
@@ -35,6 +38,7 @@ class Row:
     num_computed: int
     capacity_tokens: int
     max_kv_tokens: int
+    max_run_tokens: int = UNBOUNDED
 
     @property
     def num_target(self) -> int:
@@ -76,7 +80,7 @@ def plan(rows: Iterable[Row], token_budget: int) -> tuple[Run, ...]:
     prefills = [row for row in ready if not row.is_decode]
     runs: list[Run] = []
     for row in decodes + prefills:
-        num_tokens = min(row.num_runnable, token_budget)
+        num_tokens = min(row.num_runnable, token_budget, row.max_run_tokens)
         if not num_tokens:
             break
         token_budget -= num_tokens

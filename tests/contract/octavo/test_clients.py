@@ -17,13 +17,26 @@ import octavo
 from octavo.client_channel import channel_options, target_of
 from octavo.errors import Code, FieldViolation, OctavoError, invalid_argument
 from octavo.options import FIELD_PATHS, GenerateOptions
-from octavo.results import Completed, Delta, Finished, FinishReason, Started
+from octavo.results import (
+    Completed,
+    Delta,
+    Finished,
+    FinishReason,
+    PromptLogprobs,
+    Started,
+    TokenLogprob,
+    TopLogprob,
+)
 from octavo.rpc import PUSHBACK_KEY, status_of
 from octavo.v1 import inference_pb2 as pb
 from octavo.v1 import inference_pb2_grpc
 
 SERVICE = "octavo.v1.InferenceService"
 PIECES = ("Par", "is", ".")
+LOGPROBS = [
+    pb.TokenLogprob(token_id=i, logprob=-0.5 * i, rank=i, top=[pb.TopLogprob(token_id=9, logprob=-0.25)])
+    for i in (1, 2, 3)
+]
 
 
 class FakeServer(inference_pb2_grpc.InferenceServiceServicer):
@@ -53,7 +66,10 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer):
         return pb.GenerateResponse(
             request_id=request.request_id,
             model="m",
-            choices=[pb.Choice(text="Paris.", token_ids=[1, 2, 3], finish_reason=pb.FINISH_REASON_EOS)],
+            choices=[
+                pb.Choice(text="Paris.", token_ids=[1, 2, 3], finish_reason=pb.FINISH_REASON_EOS, logprobs=LOGPROBS)
+            ],
+            prompt_logprobs=LOGPROBS,
             usage=pb.Usage(prompt_tokens=5, cached_tokens=4, generated_tokens=3),
             timing=pb.Timing(queue_seconds=0.5, prefill_seconds=1, first_token_seconds=1.5, decode_seconds=2),
             effective_seed=7,
@@ -65,8 +81,13 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer):
             request_id=request.request_id, model="m", prompt_tokens=5, cached_tokens=4, effective_seed=7
         )
         yield pb.GenerateStreamResponse(started=started)
+        for first, end in ((0, 2), (2, 3)):
+            prompt_logprobs = pb.PromptLogprobs(token_offset=1 + first, logprobs=LOGPROBS[first:end])
+            yield pb.GenerateStreamResponse(prompt_logprobs=prompt_logprobs)
         for offset, piece in enumerate(PIECES):
-            yield pb.GenerateStreamResponse(delta=pb.Delta(token_offset=offset, text=piece, token_ids=[offset + 1]))
+            logprobs = LOGPROBS[offset : offset + 1]
+            delta = pb.Delta(token_offset=offset, text=piece, token_ids=[offset + 1], logprobs=logprobs)
+            yield pb.GenerateStreamResponse(delta=delta)
             if self.fail_after_first_delta:
                 _abort(context, self.fail_after_first_delta)
         yield pb.GenerateStreamResponse(finished=pb.Finished(reason=pb.FINISH_REASON_EOS))
@@ -92,7 +113,7 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer):
 
     def GetServerInfo(self, request, context):
         return pb.GetServerInfoResponse(
-            version="1", router_id="r", router_epoch=3, limits=pb.Limits(max_stop_strings=4)
+            version="1", router_id="r", router_epoch=3, limits=pb.Limits(max_stop_strings=4, max_top_logprobs=20)
         )
 
     def GetLoad(self, request, context):
@@ -207,13 +228,16 @@ def test_answer_is_plain_data(make_client, fake):
     assert answer.choices[0].token_ids == (1, 2, 3)
     assert (answer.usage.cached_tokens, answer.timing.first_token_s, answer.effective_seed) == (4, 1.5, 7)
     assert fake.requests[0].text == "What is the capital of France?"
+    assert answer.prompt_logprobs == answer.choices[0].logprobs
+    assert answer.prompt_logprobs[1] == TokenLogprob(2, -1.0, 2, (TopLogprob(9, -0.25),))
 
 
 def test_stream_gives_the_events_of_the_same_answer(make_client):
     client = make_client()
     stream = client.stream("x", request_id="a")
     events = list(stream)
-    assert [type(event) for event in events] == [Started, Delta, Delta, Delta, Finished, Completed]
+    kinds = [Started, PromptLogprobs, PromptLogprobs, Delta, Delta, Delta, Finished, Completed]
+    assert [type(event) for event in events] == kinds
     assert stream.result() == client.generate("x", request_id="a")
     assert "".join(client.stream("x").texts()) == "Paris."
 
@@ -371,7 +395,7 @@ def test_text_and_server_calls(make_client, fake):
     assert (client.cancel("live"), client.cancel("gone")) == (True, False)
     assert (client.models()[0].name, client.models()[0].block_size) == ("m", 16)
     info = client.server_info()
-    assert (info.router_epoch, info.limits.max_stop_strings) == (3, 4)
+    assert (info.router_epoch, info.limits.max_stop_strings, info.limits.max_top_logprobs) == (3, 4, 20)
     assert client.load()[0].kv_cache_usage_ratio == 0.5
 
 

@@ -98,3 +98,10 @@ def test_any_budget_brings_every_row_to_its_end(rows: list[Row], budget: int) ->
 
 def test_nothing_to_do_is_an_empty_plan() -> None:
     assert plan([], 10) == ()
+
+
+def test_a_row_whose_prompt_is_scored_runs_in_smaller_pieces() -> None:
+    """Its logits are all kept for a step; the budget that it leaves goes to the next one."""
+    scored, other = (Row(Slot(slot), (0, slot), 1000, 0, 0, 1024, 1000) for slot in range(2))
+    scored.max_run_tokens = 256
+    assert [(run.slot, run.num_tokens) for run in plan([scored, other], 600)] == [(0, 256), (1, 344)]
