@@ -353,7 +353,7 @@ def test_stream_is_not_sent_again_after_its_first_event(make_client, fake):
     events = []
     with pytest.raises(OctavoError, match="lost"):
         events.extend(make_client().stream("x"))
-    assert [type(event) for event in events] == [Started, Delta]
+    assert [type(event) for event in events] == [Started, PromptLogprobs, PromptLogprobs, Delta]
     assert len(fake.requests) == 1
 
 
