@@ -81,6 +81,12 @@ def check_model(name: str, model: Model) -> None:
         )
 
 
+def check_count(field: str, count: int, most: int) -> None:
+    """Raises OctavoError, INVALID_ARGUMENT, for a list so long that walking over it would hold up everybody."""
+    if count > most:
+        raise invalid_argument(FieldViolation(field, f"has {count} ids; at most {most}, the model's context"))
+
+
 def check_token_ids(field: str, token_ids: Iterable[int], vocabulary_size: int) -> None:
     """Raises OctavoError, INVALID_ARGUMENT, for an id outside of the vocabulary."""
     wrong = _Violations()

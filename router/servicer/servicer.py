@@ -17,7 +17,7 @@ from router.config import RouterConfig
 from router.live import LiveRequest
 from router.observer import Observer
 from router.servicer import reading, writing
-from router.validation import RequestLimits, check_model, check_token_ids, validate
+from router.validation import RequestLimits, check_count, check_model, check_token_ids, validate
 
 SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 RETRY_AFTER_S = 1.0
@@ -125,9 +125,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.TokenizeResponse(token_ids=await backend.encode_prompt(prompt, add_special_tokens=adds))
 
     async def Detokenize(self, request: Any, context: grpc.aio.ServicerContext) -> inference_pb2.DetokenizeResponse:
-        """Text of any ids of the vocabulary."""
+        """Text of any ids of the vocabulary, as many as a context holds."""
         backend = self._backend()
         check_model(request.model, backend.model)
+        check_count("token_ids", len(request.token_ids), backend.model.max_context_tokens)
         check_token_ids("token_ids", request.token_ids, backend.model.vocabulary_size)
         skips = reading.wants_special_tokens_skipped(request)
         text = await backend.decode(tuple(request.token_ids), skip_special_tokens=skips)

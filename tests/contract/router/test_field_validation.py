@@ -126,6 +126,9 @@ async def test_sizes_of_lists_and_strings(source: str) -> None:
         await check_refused(stack, "stopping.stop_token_ids", stopping={"stop_token_ids": [1] * 5000})
         await check_refused(stack, "request_id", request_id="x" * 1000)
         await check_refused(stack, "cache.salt", cache={"salt": "x" * 1000})
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stack.stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[7] * 257))
+        assert error_of_call(caught.value).violations[0].field == "token_ids"
         error = await refusal(stack, token_ids={"ids": [7] * 1_500_000})
         assert error.code is Code.FAILED_PRECONDITION
         assert error.metadata["prompt_tokens"] == "1500000"
