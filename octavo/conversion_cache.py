@@ -66,7 +66,7 @@ class Conversion:
 
 
 def conversion_of(source: ModelSource, part: str) -> Conversion | None:
-    """The conversion of a `.gguf` file; None for models that load quickly as they are.
+    """The conversion of a GGUF file; None for models that load quickly as they are.
 
     Args:
         part: what of it: a weights' dtype, or "tokenizer".
@@ -74,7 +74,7 @@ def conversion_of(source: ModelSource, part: str) -> Conversion | None:
     Raises:
         OSError: the file cannot be read.
     """
-    if source.path is None or source.path.suffix != ".gguf":
+    if source.path is None or "gguf_file" not in source.options:
         return None
     digest = hashlib.sha256(_FORMAT + importlib.metadata.version("transformers").encode())
     with source.path.open("rb") as stream:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from octavo.conversion_cache import Conversion, conversion_of
-from octavo.model_source import ModelSource
+from octavo.model_source import ModelSource, resolve_model
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +38,13 @@ def test_a_conversion_is_found_by_the_content_of_the_file(tmp_path, cache):
     assert not changed.is_there
     assert not other_part.is_there
     assert first.folder.is_relative_to(cache)
+
+
+def test_a_file_is_known_by_its_kind_and_not_by_its_name(tmp_path):
+    """`resolve_model` takes any file that begins like a GGUF file."""
+    file = tmp_path / "blob"
+    file.write_bytes(b"GGUF")
+    assert conversion_of(resolve_model(str(file)), "float32") is not None
 
 
 def test_what_came_first_stays(tmp_path):
