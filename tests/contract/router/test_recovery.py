@@ -16,7 +16,7 @@ from octavo.v1 import cache_pb2, inference_pb2
 from router.app import Router
 from router.clients import cache as cache_client
 from router.config import RouterConfig
-from tests.fakes import Hooks
+from tests.fakes import FINGERPRINT, Hooks
 from tests.stacks import Stack, running_stack, until
 
 TOKENS = {"max_tokens": 60, "ignore_eos": True}
@@ -195,6 +195,58 @@ async def test_cancelled_blocks_come_free_at_the_acknowledgement(source: str) ->
         began = time.monotonic()
         await stack.settle()
         assert time.monotonic() - began < 1.0, "the acknowledgement did not wait for the next keep-alive"
+
+
+@depths
+async def test_a_fence_stands_until_the_last_step_sent_has_ended(source: str, max_steps_in_flight: int) -> None:
+    """Field failure 10: results of earlier steps arrive, but one that may still write is on its way."""
+    may_run = asyncio.Semaphore(0)
+
+    async def gated(_: Any) -> None:
+        await may_run.acquire()
+
+    async with running_stack(source, config={"max_steps_in_flight": max_steps_in_flight}) as stack:
+        stack.executor.hooks.before_step = gated
+        call = asyncio.create_task(stack.generate(request_id="target", stopping=TOKENS))
+        assert await until(lambda: sum(stack.engine.sent_steps().values()) == max_steps_in_flight)
+        await stack.stub.Cancel(inference_pb2.CancelRequest(request_id="target"))
+        await call
+        for _ in range(max_steps_in_flight - 1):
+            may_run.release()
+        await asyncio.sleep(0.2)  # an acknowledgement that lifts fences is told at once
+        assert (await stack.arena()).fenced_blocks > 0
+        stack.executor.hooks.before_step = None
+        may_run.release()
+        await stack.settle()
+
+
+@depths
+async def test_blocks_are_findable_only_when_their_step_has_ended(source: str, max_steps_in_flight: int) -> None:
+    """Field failure 2, the router's part: a commit says what results said, not what was sent."""
+    may_run = asyncio.Semaphore(0)
+
+    async def gated(_: Any) -> None:
+        await may_run.acquire()
+
+    config = {"max_steps_in_flight": max_steps_in_flight, "max_tokens_per_step": 8}
+    async with running_stack(source, config=config) as stack:
+        stack.executor.hooks.before_step = gated
+        call = asyncio.create_task(stack.generate("x" * 40, stopping={"max_tokens": 1}))
+        extras = cache_pb2.KeyExtras(model="scripted", revision=FINGERPRINT, kv_dtype="float32")
+        lookup = cache_pb2.MatchPrefixRequest(arena_id="cpu", token_ids=b"x" * 40, extras=extras)
+
+        async def num_findable() -> int:
+            return (await stack.cache.MatchPrefix(lookup)).num_cached_tokens
+
+        for num_ended in (1, 2, 3):
+            may_run.release()
+            num_sent = num_ended + max_steps_in_flight
+            assert await until(lambda wanted=num_sent: sum(stack.engine.sent_steps().values()) == wanted)
+            await asyncio.sleep(0.1)
+            assert await num_findable() == 8 * num_ended
+        stack.executor.hooks.before_step = None
+        may_run.release()
+        await call
 
 
 async def test_a_second_router_serves_the_same_executor_address_book(source: str) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 import grpc
 import pytest
 
+import octavo
 from octavo.errors import Code, OctavoError
-from octavo.rpc import PUSHBACK_KEY, error_of_call, open_channel
+from octavo.rpc import MAX_MESSAGE_BYTES, PUSHBACK_KEY, error_of_call, open_channel
 from octavo.v1 import executor_pb2, inference_pb2, inference_pb2_grpc
 from router.app import Router
 from router.config import RouterConfig
@@ -65,6 +66,23 @@ async def test_resource_exhausted_says_when_to_come_back(source: str) -> None:
         assert stack.metric("octavo_num_requests_waiting_by_reason", reason="capacity") == 1
         stack.executor.hooks.is_open.set()
         await asyncio.gather(running, queued)
+        await stack.settle()
+
+
+async def test_a_message_over_the_limit_is_resource_exhausted_and_the_router_lives_on(source: str) -> None:
+    """gRPC itself refuses it, before any handler: bare, without details. A client of ours does not send it again."""
+    async with running_stack(source) as stack:
+        options = [("grpc.max_send_message_length", -1)]
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{stack.router.port}", options=options) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Generate(request("x" * (MAX_MESSAGE_BYTES + 1)))
+        assert error_of_call(caught.value).code is Code.RESOURCE_EXHAUSTED
+        async with octavo.AsyncClient(f"127.0.0.1:{stack.router.port}") as client:
+            with pytest.raises(OctavoError) as refused:
+                await client.generate("x" * (MAX_MESSAGE_BYTES + 1))
+        assert refused.value.code is Code.RESOURCE_EXHAUSTED
+        assert (await stack.generate(stopping={"max_tokens": 3})).usage.generated_tokens == 3
         await stack.settle()
 
 
