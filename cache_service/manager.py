@@ -245,14 +245,19 @@ class BlockManager:
     def fork(self, lease_id: LeaseId, fork: Fork, now: float) -> Forked:
         """Give children the parent's computed tokens: full blocks are shared, a partly filled one is copied per child.
 
+        The parent's commit comes first, and holds even where there are no blocks for the children.
         A child gets blocks for the computed tokens and nothing more; slack and what the parent has not computed stay
         with the parent. Until a child's first commit the source of its copy is kept from being handed out.
 
         Raises:
-            OctavoError: NOT_FOUND, ALREADY_EXISTS, INVALID_ARGUMENT, or RESOURCE_EXHAUSTED when not every child fits.
+            OctavoError: NOT_FOUND, ALREADY_EXISTS, what the commit raises, INVALID_ARGUMENT, or RESOURCE_EXHAUSTED when
+                not every child fits.
         """
         parent = self._find(lease_id, fork.parent_sequence_id)
         self._check_children(lease_id, fork)
+        if fork.commit is not None:
+            parent.check_commit(fork.commit, self.block_size)
+            self._apply_commit(parent, fork.commit, now)
         num_full, num_partial = divmod(parent.num_computed, self.block_size)
         num_children = len(fork.child_sequence_ids)
         num_copies = num_children if num_partial else 0

@@ -76,6 +76,7 @@ class Committed:
 class Fork:
     parent_sequence_id: SequenceId
     child_sequence_ids: tuple[SequenceId, ...]
+    commit: Commit | None = None  # of the parent, applied first; it holds even where the fork is refused
 
 
 @dataclass(frozen=True, slots=True)

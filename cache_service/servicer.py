@@ -229,7 +229,8 @@ class BlockManagerServicer(cache_pb2_grpc.BlockManagerServiceServicer):
         self, request: cache_pb2.ForkSequencesRequest, context: grpc.aio.ServicerContext
     ) -> cache_pb2.ForkSequencesResponse:
         def apply(lease: Lease) -> cache_pb2.ForkSequencesResponse:
-            answers = self._service.fork(lease, list(map(fork_of, request.forks)), self._now())
+            items = [fork_of(message, f"forks[{i}]") for i, message in enumerate(request.forks)]
+            answers = self._service.fork(lease, items, self._now())
             forks = [forked_message(answer, f"forks[{i}]") for i, answer in enumerate(answers)]
             return cache_pb2.ForkSequencesResponse(forks=forks)
 

@@ -100,8 +100,16 @@ def commit_of(message: cache_pb2.SequenceCommit) -> Commit:
     )
 
 
-def fork_of(message: cache_pb2.SequenceFork) -> Fork:
-    return Fork(SequenceId(message.parent_sequence_id), tuple(map(SequenceId, message.child_sequence_ids)))
+def fork_of(message: cache_pb2.SequenceFork, path: str) -> Fork:
+    """Raises INVALID_ARGUMENT when its commit is of another sequence."""
+    commit = commit_of(message.commit) if message.HasField("commit") else None
+    if commit is not None and commit.sequence_id != message.parent_sequence_id:
+        raise invalid_argument(
+            FieldViolation(
+                f"{path}.commit.sequence_id", f"is {commit.sequence_id}; the parent is {message.parent_sequence_id}"
+            )
+        )
+    return Fork(SequenceId(message.parent_sequence_id), tuple(map(SequenceId, message.child_sequence_ids)), commit)
 
 
 def release_of(message: cache_pb2.SequenceRelease, path: str) -> Release:

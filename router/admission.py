@@ -22,15 +22,22 @@ def fit(checked: CheckedRequest, prompt_ids: tuple[int, ...], model: Model) -> R
         OctavoError: FAILED_PRECONDITION with the numbers.
     """
     num_prompt, wanted = len(prompt_ids), checked.stopping.max_tokens
-    # The last generated token needs no KV, so the pool holds one token more than its blocks do.
-    pool_tokens = model.num_usable_blocks * model.block_size + 1
+    pool_tokens = _pool_tokens(num_prompt, checked.sampling.num_choices, model)
     room = min(model.max_context_tokens, pool_tokens) - num_prompt
     if room < max(1, wanted or 1):
-        raise _never_fits(num_prompt, wanted, model, pool_tokens)
+        raise _never_fits(num_prompt, wanted, model, pool_tokens, checked.sampling.num_choices)
     if wanted is None:
         _check_min_tokens(checked.stopping.min_tokens, room)
         return RequestSpec(checked, prompt_ids, room, FinishReason.CONTEXT_LENGTH)
     return RequestSpec(checked, prompt_ids, wanted, FinishReason.MAX_TOKENS)
+
+
+def _pool_tokens(num_prompt: int, num_choices: int, model: Model) -> int:
+    """How long each of the choices of a prompt can get when all are as long, and share the prompt's full blocks."""
+    num_shared = min(num_prompt // model.block_size, model.num_usable_blocks)
+    num_own = (model.num_usable_blocks - num_shared) // num_choices
+    # The last generated token needs no KV, so the pool holds one token more than its blocks do.
+    return (num_shared + num_own) * model.block_size + 1
 
 
 def check_prompt_length(num_prompt: int, model: Model) -> None:
@@ -39,7 +46,7 @@ def check_prompt_length(num_prompt: int, model: Model) -> None:
     Raises:
         OctavoError: FAILED_PRECONDITION with the numbers.
     """
-    pool_tokens = model.num_usable_blocks * model.block_size + 1
+    pool_tokens = _pool_tokens(num_prompt, 1, model)
     if num_prompt >= min(model.max_context_tokens, pool_tokens):
         raise _never_fits(num_prompt, None, model, pool_tokens)
 
@@ -54,16 +61,22 @@ def _check_min_tokens(min_tokens: int, room: int) -> None:
         )
 
 
-def _never_fits(num_prompt: int, wanted: int | None, model: Model, pool_tokens: int) -> OctavoError:
+def _never_fits(
+    num_prompt: int, wanted: int | None, model: Model, pool_tokens: int, num_choices: int = 1
+) -> OctavoError:
     asked = f"prompt of {num_prompt} tokens" + (f" and max_tokens of {wanted}" if wanted is not None else "")
+    asked += f" for {num_choices} answers" if num_choices > 1 else ""
+    each = " of each answer" if num_choices > 1 else ""
     return OctavoError(
         Code.FAILED_PRECONDITION,
         "NEVER_FITS",
-        f"the {asked} can never fit: the context is {model.max_context_tokens} tokens and the pool holds {pool_tokens} "
-        f"({model.num_usable_blocks} usable blocks of {model.block_size}); shorten the prompt or lower max_tokens",
+        f"the {asked} can never fit: the context is {model.max_context_tokens} tokens and the pool holds "
+        f"{pool_tokens}{each} ({model.num_usable_blocks} usable blocks of {model.block_size}); shorten the prompt, "
+        "or lower max_tokens or n",
         metadata={
             "prompt_tokens": str(num_prompt),
             "max_tokens": "" if wanted is None else str(wanted),
+            "num_choices": str(num_choices),
             "max_context_tokens": str(model.max_context_tokens),
             "pool_tokens": str(pool_tokens),
             "usable_blocks": str(model.num_usable_blocks),

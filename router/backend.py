@@ -47,7 +47,7 @@ class Backend:
         prompt_ids = await self.encode_prompt(checked.prompt)
         spec = await self._with_texts(admission.fit(checked, prompt_ids, self.model))
         check_leaves_a_token(checked, spec.banned, self.model)
-        self.engine.submit(live, spec, self._answer_text(spec))
+        self.engine.submit(live, spec, [self._answer_text(spec) for _ in live.choices])
 
     async def encode_prompt(self, prompt: Prompt, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Ids of a prompt, as Generate sees it.

@@ -1,4 +1,4 @@
-"""Who holds blocks: asking for them at admission and ahead of need, and giving them up when there are none.
+"""Who holds blocks: asking for them at admission, at a fork and ahead of need, and giving them up when there are none.
 
 The state of waiting for blocks lives here; the decisions themselves are pure functions in `admission`. Not here: steps,
 tokens, clients.
@@ -7,11 +7,11 @@ tokens, clients.
 from dataclasses import dataclass
 
 from router import admission
-from router.ids import StepId
-from router.live import LiveRequest, Phase
+from router.ids import BlockId, StepId
+from router.live import Choice, Phase
 from router.model import Model, blocks_for
 from router.observer import Observer
-from router.outbox import Allocated, Allocation, Commit, Extended, Extension, Outbox, Release
+from router.outbox import Allocated, Allocation, Commit, Extended, Extension, Fork, Forked, Outbox, Release
 from router.roster import Roster
 from router.scheduler import Row
 from router.steps import SessionSteps
@@ -46,8 +46,8 @@ class Capacity:
 
     @property
     def used_blocks(self) -> int:
-        """Blocks that running requests hold; a shared one counts for each."""
-        return sum(len(live.block_ids) for live in list(self.roster.running.values()))
+        """Blocks that running choices hold; a shared one counts for each."""
+        return sum(len(choice.block_ids) for choice in list(self.roster.running.values()))
 
     def next_retry_after(self, now: float) -> float | None:
         """The next moment to try again. One that is past was tried, or waits for an event that wakes by itself."""
@@ -61,46 +61,66 @@ class Capacity:
     # ------------------------------------------------------------------------------------------------------- admission
 
     def admit(self, now: float) -> None:
-        """Ask for blocks for those in front of the queue, as far as there are slots."""
+        """Ask for blocks for those in front of the queue, as far as there are slots for all that is born of them."""
         roster = self.roster
         if not roster.running and not roster.allocating:
             self._is_closed = False
         if self._is_closed:
             return
-        num_places = max(0, roster.num_free_slots - len(roster.allocating))
+        num_places = roster.num_free_slots - sum(choice.num_samples for choice in roster.allocating.values())
+        candidates = roster.waiting[: max(0, num_places)]
         if self._retry_admission_at is not None:
             if now < self._retry_admission_at or roster.allocating:
                 return
-            num_places = min(1, num_places)  # who was refused is tried alone: nobody passes it again and again
-        for live in roster.waiting[:num_places]:
-            if live.num_steps_in_flight:
+            candidates = candidates[:1]  # who was refused is tried alone: nobody passes it again and again
+        for choice in candidates:
+            num_places -= choice.num_samples
+            if choice.num_steps_in_flight or num_places < 0:
                 break
-            self._allocate(live)
+            self._allocate(choice)
 
-    def take_refusal(self, live: LiveRequest, now: float) -> None:
+    def take_refusal(self, choice: Choice, now: float) -> None:
         """There are no blocks for it now."""
-        self.roster.refuse_allocation(live)
+        self.roster.refuse(choice)
         self._retry_admission_at = now + RETRY_BLOCKS_S
 
-    def take_allocation(self, live: LiveRequest, outcome: Allocated) -> None:
+    def fork(self, parent: Choice, children: list[Choice]) -> None:
+        """The prompt is computed and each choice has its first token: ask for the children's share of its blocks."""
+        for child in children:
+            self.roster.begin_fork(child)
+        parent.num_committed_blocks = parent.row.num_computed // self.model.block_size
+        self.outbox.fork(Fork(parent.sequence_id, tuple(child.sequence_id for child in children), _commit_of(parent)))
+
+    def take_fork(self, child: Choice, block_ids: tuple[BlockId, ...], outcome: Forked) -> None:
+        """A share is there: the child goes on behind the prompt."""
+        copies = {target: (source, target) for source, target in outcome.copies}
+        slot = self.roster.take_slot(child)
+        num_shared = child.spec.num_prompt_tokens
+        capacity = len(block_ids) * self.model.block_size
+        order, max_kv_tokens = child.order, child.spec.max_kv_tokens
+        row = Row(slot, order, len(child.tokens), num_shared, num_shared, capacity, max_kv_tokens)
+        child.begin_row(row, list(block_ids), copies.get(block_ids[-1]))
+        child.num_committed_blocks = num_shared // self.model.block_size
+
+    def take_allocation(self, choice: Choice, outcome: Allocated) -> None:
         """The blocks are there: a row begins behind what is cached."""
         self._retry_admission_at = None
-        slot = self.roster.take_slot(live)
-        num_tokens, num_cached = len(live.tokens), outcome.num_cached_tokens
+        slot = self.roster.take_slot(choice)
+        num_tokens, num_cached = len(choice.tokens), outcome.num_cached_tokens
         capacity = len(outcome.block_ids) * self.model.block_size
-        row = Row(slot, live.order, num_tokens, num_cached, num_cached, capacity, live.spec.max_kv_tokens)
-        if live.checked.output.prompt_logprobs:
+        row = Row(slot, choice.order, num_tokens, num_cached, num_cached, capacity, choice.spec.max_kv_tokens)
+        if choice.checked.output.prompt_logprobs:
             row.max_run_tokens = MAX_SCORED_RUN_TOKENS
-        live.begin_row(row, list(outcome.block_ids))
-        live.num_committed_blocks = num_cached // self.model.block_size
+        choice.begin_row(row, list(outcome.block_ids))
+        choice.num_committed_blocks = num_cached // self.model.block_size
 
-    def _allocate(self, live: LiveRequest) -> None:
-        self.roster.begin_allocation(live)
-        block_size, checked = self.model.block_size, live.checked
-        most = blocks_for(live.spec.max_kv_tokens, block_size) - blocks_for(len(live.tokens), block_size)
+    def _allocate(self, choice: Choice) -> None:
+        self.roster.begin_allocation(choice)
+        block_size, checked = self.model.block_size, choice.checked
+        most = blocks_for(choice.spec.max_kv_tokens, block_size) - blocks_for(len(choice.tokens), block_size)
         num_refused = len(self.roster.waiting) if self._retry_admission_at is not None else 0
         slack = max(0, min(most, self._slack(num_refused)))
-        allocation = Allocation(live.sequence_id, tuple(live.tokens), checked.salt, slack, checked.bypass_cache)
+        allocation = Allocation(choice.sequence_id, tuple(choice.tokens), checked.salt, slack, checked.bypass_cache)
         self.outbox.allocate(allocation)
 
     def _slack(self, num_waiting: int) -> int:
@@ -116,20 +136,20 @@ class Capacity:
         if steps.num_in_flight and steps.last_result < self._hold_extensions_until:
             return
         slack = self._slack(len(self.roster.waiting))
-        for live in self.roster.running.values():
-            if live.is_extending:
+        for choice in self.roster.running.values():
+            if choice.is_extending:
                 continue
-            have, block_size = len(live.block_ids), self.model.block_size
-            grown = admission.growth(live.row, have, slack, block_size, was_refused=live.was_extend_refused)
+            have, block_size = len(choice.block_ids), self.model.block_size
+            grown = admission.growth(choice.row, have, slack, block_size, was_refused=choice.was_extend_refused)
             if grown is not None:
-                live.is_extending = True
-                self.outbox.extend(Extension(live.sequence_id, have, grown.need_blocks, grown.want_blocks))
+                choice.is_extending = True
+                self.outbox.extend(Extension(choice.sequence_id, have, grown.need_blocks, grown.want_blocks))
 
-    def take_extension(self, live: LiveRequest, outcome: Extended) -> None:
+    def take_extension(self, choice: Choice, outcome: Extended) -> None:
         """More blocks; none is an answer too, to who asked ahead of need."""
-        live.block_ids += outcome.block_ids
-        live.row.capacity_tokens = len(live.block_ids) * self.model.block_size
-        live.was_extend_refused = not outcome.block_ids
+        choice.block_ids += outcome.block_ids
+        choice.row.capacity_tokens = len(choice.block_ids) * self.model.block_size
+        choice.was_extend_refused = not outcome.block_ids
 
     def take_shortage(self) -> None:
         """A row that cannot go on without a block got none."""
@@ -140,51 +160,57 @@ class Capacity:
         if not self._is_short:
             return
         self._is_short = False
-        victim = admission.choose_victim(live.row for live in self.roster.running.values())
+        victim = admission.choose_victim(choice.row for choice in self.roster.running.values())
         if victim is None:
             self._retry_extension_at = now + RETRY_BLOCKS_S
             return
-        live = self.roster.running[victim.slot]
-        live.num_preemptions += 1
-        if live.num_steps_in_flight:
+        choice = self.roster.running[victim.slot]
+        choice.request.num_preemptions += 1
+        if choice.num_steps_in_flight:
             self._hold_extensions_until = steps.last_sent
-        self._give_back(live, steps)
-        self.roster.preempt(live)
+        self._give_back(choice, steps)
+        self.roster.preempt(choice)
         # Nobody comes in before somebody ended, or the same request would be preempted again and again.
         self._is_closed = True
         self.observer.on_preempted()
 
     # ------------------------------------------------------------------------------------------------- commit, release
 
-    def commit(self, live: LiveRequest) -> None:
+    def commit(self, choice: Choice) -> None:
         """Tell the cache service of blocks that became full: from now on others can find them."""
-        if live.phase is not Phase.RUNNING:
+        if choice.phase is not Phase.RUNNING:
             return
-        num_full = live.row.num_computed // self.model.block_size
-        if num_full > live.num_committed_blocks:
-            live.num_committed_blocks = num_full
-            self.outbox.commit(_commit_of(live))
+        num_full = choice.row.num_computed // self.model.block_size
+        if num_full > choice.num_committed_blocks:
+            choice.num_committed_blocks = num_full
+            self.outbox.commit(_commit_of(choice))
 
-    def release(self, live: LiveRequest, steps: SessionSteps | None) -> None:
-        """A request ends: its blocks go back, and who waited for blocks is tried again."""
-        if live.phase in (Phase.RUNNING, Phase.ALLOCATING):
-            self._give_back(live, steps)
+    def settle_copy(self, choice: Choice) -> None:
+        """A step of a forked choice is done, so its copy is: the source need not be kept for it any longer."""
+        if choice.copy is not None:
+            choice.copy = None
+            self.outbox.commit(_commit_of(choice))
+
+    def release(self, choice: Choice, steps: SessionSteps | None) -> None:
+        """A choice ends: its blocks go back, and who waited for blocks is tried again."""
+        if choice.phase in (Phase.RUNNING, Phase.ALLOCATING, Phase.FORKING):
+            self._give_back(choice, steps)
             self._retry_admission_at = self._retry_extension_at = None
             self._is_closed = False
 
-    def _give_back(self, live: LiveRequest, steps: SessionSteps | None) -> None:
+    def _give_back(self, choice: Choice, steps: SessionSteps | None) -> None:
         """Blocks committed as far as computed, fenced as far as sent; the row leaves the executor."""
         commit = None
-        if live.phase is Phase.RUNNING:
-            commit = _commit_of(live)
-            if live.is_at_executor and steps is not None:
-                steps.retire(live.row.slot)
-        self.outbox.release(Release(live.sequence_id, commit, tuple(live.free_after.items())))
+        if choice.phase is Phase.RUNNING:
+            commit = _commit_of(choice)
+            if choice.is_at_executor and steps is not None:
+                steps.retire(choice.row.slot)
+        self.outbox.release(Release(choice.sequence_id, commit, tuple(choice.free_after.items())))
 
 
-def _commit_of(live: LiveRequest) -> Commit:
+def _commit_of(choice: Choice) -> Commit:
     """All that is computed, with the ids that the cache service does not know yet."""
-    num_computed, offset = live.row.num_computed, live.num_cache_tokens
-    token_ids = tuple(live.tokens[offset:num_computed])
-    live.num_cache_tokens = max(offset, num_computed)
-    return Commit(live.sequence_id, num_computed, offset, token_ids)
+    num_computed, offset = choice.row.num_computed, choice.num_cache_tokens
+    token_ids = tuple(choice.tokens[offset:num_computed])
+    choice.num_cache_tokens = max(offset, num_computed)
+    return Commit(choice.sequence_id, num_computed, offset, token_ids)

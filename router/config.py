@@ -30,13 +30,16 @@ class RouterConfig(BaseModel):
     )
 
     max_queued_requests: int = Field(256, ge=0, description="requests that may wait for a place; more are refused")
-    max_running_requests: int = Field(64, ge=1, description="requests that run at once, at most the executor's rows")
+    max_running_requests: int = Field(
+        64, ge=1, description="answers that are generated at once, n of a request each, at most the executor's rows"
+    )
     max_tokens_per_step: int = Field(
         512, ge=1, description="token budget of a step, prefill and decode together, at most the executor's"
     )
     max_steps_in_flight: int = Field(2, ge=1, le=2, description="steps sent before the result of the first is there")
     slack_blocks: int = Field(2, ge=0, description="KV blocks asked for beyond the tokens there are")
 
+    max_choices: int = Field(16, ge=1, description="answers to one request: the largest n and best_of")
     max_stop_strings: int = Field(16, ge=0, description="stop strings of a request")
     max_stop_string_bytes: int = Field(256, ge=1, description="length of a stop string in UTF-8")
     max_stop_token_ids: int = Field(64, ge=0, description="stop token ids of a request")

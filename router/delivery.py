@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from router.live import LiveRequest
+from router.live import Choice
 from router.request import FinishReason
 
 
@@ -14,7 +14,7 @@ class Ending:
     matched_stop: str = ""
 
 
-def accept_token(live: LiveRequest, token_id: int, eos_token_ids: frozenset[int]) -> tuple[str, Ending | None]:
+def accept_token(live: Choice, token_id: int, eos_token_ids: frozenset[int]) -> tuple[str, Ending | None]:
     """Append a token to the answer.
 
     Returns:
@@ -35,7 +35,7 @@ def accept_token(live: LiveRequest, token_id: int, eos_token_ids: frozenset[int]
     return text, ending
 
 
-def _token_ending(live: LiveRequest, token_id: int, eos_token_ids: frozenset[int]) -> Ending | None:
+def _token_ending(live: Choice, token_id: int, eos_token_ids: frozenset[int]) -> Ending | None:
     stopping = live.checked.stopping
     if live.num_generated <= stopping.min_tokens:
         return None
@@ -46,10 +46,10 @@ def _token_ending(live: LiveRequest, token_id: int, eos_token_ids: frozenset[int
     return None
 
 
-def _text_ending(live: LiveRequest) -> Ending | None:
+def _text_ending(live: Choice) -> Ending | None:
     matched = live.answer.matched_stop
     return None if matched is None else Ending(FinishReason.STOP_STRING, matched)
 
 
-def _length_ending(live: LiveRequest) -> Ending | None:
+def _length_ending(live: Choice) -> Ending | None:
     return Ending(live.spec.limit_reason) if live.num_generated >= live.spec.max_tokens else None

@@ -8,7 +8,7 @@ live requests; every change happens on its event loop.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,15 +17,16 @@ from router import scheduler
 from router.capacity import Capacity
 from router.delivery import Ending, accept_token
 from router.ids import SessionKey, StepId
-from router.live import LiveRequest, Phase
+from router.live import Choice, LiveRequest, Phase
+from router.logprob import TokenLogprob
 from router.model import Model
 from router.observer import Observer, StepTimes
-from router.outbox import Allocated, Allocation, Extended, Extension, Outbox
+from router.outbox import Allocated, Allocation, Extended, Extension, Fork, Forked, Outbox
 from router.request import CheckedRequest, FinishReason, RequestSpec
 from router.roster import Roster
 from router.step import Outcome, RunOutput, Step, StepFailed, StepResult
 from router.steps import SentRun, SessionSteps
-from router.stream import Completed, Finished, Started
+from router.stream import Completed, Started
 from router.text.answer import AnswerText
 
 log = logging.getLogger(__name__)
@@ -83,18 +84,22 @@ class Engine:
         """Take an id and a place in the queue for a request whose prompt is not tokenized yet.
 
         Raises:
-            OctavoError: ALREADY_EXISTS, or RESOURCE_EXHAUSTED when the queue is full.
+            OctavoError: ALREADY_EXISTS, RESOURCE_EXHAUSTED when the queue is full, FAILED_PRECONDITION when it has
+                more choices than can run at once.
         """
+        num_choices, rows = checked.sampling.num_choices, self.limits.max_running_requests
+        if num_choices > rows:
+            raise _too_many_choices(num_choices, rows)
         queued = self.roster.num_queued
         if queued >= self.limits.max_queued_requests + self.roster.num_free_slots:
             raise _queue_full(queued, self.limits.max_queued_requests)
         return self.roster.reserve(checked, self._clock())
 
-    def submit(self, live: LiveRequest, spec: RequestSpec, answer: AnswerText) -> None:
-        """The prompt is tokenized: queue it, unless it was cancelled meanwhile."""
-        if live.phase is Phase.PREPARING:
-            live.submit(spec, answer)
-            self.roster.enqueue(live)
+    def submit(self, live: LiveRequest, spec: RequestSpec, answers: list[AnswerText]) -> None:
+        """The prompt is tokenized: queue it, unless it was cancelled meanwhile. `answers`: one for each choice."""
+        if not live.is_ended:
+            live.submit(spec, answers)
+            self.roster.enqueue(live.choices[0])
             self._wakeup.set()
 
     def cancel(self, request_id: str) -> bool:
@@ -102,12 +107,12 @@ class Engine:
         live = self.roster.find(request_id)
         if live is None:
             return False
-        self._finish(live, Ending(FinishReason.CANCELLED))
+        self._finish_all(live, FinishReason.CANCELLED)
         return True
 
     def leave(self, live: LiveRequest) -> None:
         """The client is gone. Does nothing for a request that ended."""
-        if live.phase is not Phase.ENDED:
+        if not live.is_ended:
             self._end(live, "abort")
 
     def fail_all(self, error: OctavoError) -> None:
@@ -122,7 +127,7 @@ class Engine:
     def load(self) -> Load:
         """How busy it is now."""
         ratio = min(1.0, self._capacity.used_blocks / max(1, self.model.num_usable_blocks))
-        return Load(len(self.roster.running), self.roster.num_queued, ratio)
+        return Load(self.roster.num_running, self.roster.num_queued, ratio)
 
     # ------------------------------------------------------------------------------------- what other processes answer
 
@@ -130,9 +135,9 @@ class Engine:
         """A fresh session: every row is sent again, with its blocks and as far as it is known to be computed."""
         self.detach()
         self._steps = SessionSteps(session, send, self.model, self._clock)
-        for live in self.roster.running.values():
-            live.reset_at_executor()
-            live.row.num_sent, live.row.num_tokens = live.row.num_computed, len(live.tokens)
+        for choice in self.roster.running.values():
+            choice.reset_at_executor()
+            choice.row.num_sent, choice.row.num_tokens = choice.row.num_computed, len(choice.tokens)
         self._wakeup.set()
 
     def detach(self) -> None:
@@ -150,31 +155,45 @@ class Engine:
         self._wakeup.set()
 
     def on_allocated(self, allocation: Allocation, outcome: Allocated) -> None:
-        """Blocks for a request, or none."""
-        live = self.roster.find_sequence(allocation.sequence_id)
-        if live is None:
+        """Blocks for a choice, or none."""
+        choice = self.roster.find_sequence(allocation.sequence_id)
+        if choice is None:
             return
         self._wakeup.set()
         if outcome.error is None:
-            self._begin(live, outcome)
+            self._begin(choice, outcome)
         elif outcome.error.code is Code.RESOURCE_EXHAUSTED:
-            self._capacity.take_refusal(live, self._clock())
+            self._capacity.take_refusal(choice, self._clock())
         else:
-            self._fail(live, outcome.error)
+            self._fail(choice.request, outcome.error)
 
     def on_extended(self, extension: Extension, outcome: Extended) -> None:
         """More blocks for a row, or none."""
-        live = self.roster.find_sequence(extension.sequence_id)
-        if live is None or live.phase is not Phase.RUNNING:
+        choice = self.roster.find_sequence(extension.sequence_id)
+        if choice is None or choice.phase is not Phase.RUNNING:
             return
         self._wakeup.set()
-        live.is_extending = False
+        choice.is_extending = False
         if outcome.error is None:
-            self._capacity.take_extension(live, outcome)
+            self._capacity.take_extension(choice, outcome)
         elif outcome.error.code is Code.RESOURCE_EXHAUSTED:
             self._capacity.take_shortage()
         else:
-            self._fail(live, outcome.error)
+            self._fail(choice.request, outcome.error)
+
+    def on_forked(self, fork: Fork, outcome: Forked) -> None:
+        """Shares of the first choice's blocks for all the others; where there are none, they wait for blocks."""
+        self._wakeup.set()
+        for position, child_id in enumerate(fork.child_ids):
+            child = self.roster.find_sequence(child_id)
+            if child is None:
+                continue
+            if outcome.error is None:
+                self._capacity.take_fork(child, outcome.tables[position], outcome)
+            elif outcome.error.code is Code.RESOURCE_EXHAUSTED:
+                self._capacity.take_refusal(child, self._clock())
+            else:
+                self._fail(child.request, outcome.error)
 
     # -------------------------------------------------------------------------------------------------------- the loop
 
@@ -219,8 +238,8 @@ class Engine:
         self._outbox.acknowledge(steps.key, result.step_id)
         for sent_run, output in zip(sent.runs, result.run_outputs(), strict=True):
             if output.failure is not None:
-                self._fail(sent_run.live, _internal(output.failure.reason, output.failure.message))
-            elif sent_run.live.phase is not Phase.ENDED:
+                self._fail(sent_run.choice.request, _internal(output.failure.reason, output.failure.message))
+            elif sent_run.choice.phase is not Phase.ENDED:
                 self._advance(sent_run, output, began)
         self._observer.on_step(
             StepTimes(
@@ -240,90 +259,131 @@ class Engine:
         )
 
     def _advance(self, sent_run: SentRun, output: RunOutput, now: float) -> None:
-        """A request is further by one run: also one that was preempted while the run was on its way."""
-        live = sent_run.live
-        if sent_run.is_current and live.phase is Phase.RUNNING:
-            live.row.num_computed = sent_run.run.start + sent_run.run.num_tokens
-        ending = None
-        live.stream.add_prompt_logprobs(output.prompt_logprobs)
-        for index, token_id in enumerate(output.token_ids):
-            text, ending = accept_token(live, token_id, self.model.eos_token_ids)
-            live.stream.add(text, [token_id], output.logprobs[index : index + 1])
-            self._time_token(live, now)
-        if ending is not None:
-            self._finish(live, ending)
-        else:
-            self._capacity.commit(live)
+        """A choice is further by one run: also one that was preempted while the run was on its way."""
+        choice = sent_run.choice
+        if sent_run.is_current and choice.phase is Phase.RUNNING:
+            choice.row.num_computed = sent_run.run.start + sent_run.run.num_tokens
+            self._capacity.settle_copy(choice)
+        choice.stream.add_prompt_logprobs(output.prompt_logprobs)
+        if len(output.token_ids) > 1:
+            self._bear(choice, output, now)
+        elif output.token_ids:
+            self._accept(choice, output.token_ids[0], output.logprobs[:1], now)
+        self._capacity.commit(choice)
 
-    def _time_token(self, live: LiveRequest, now: float) -> None:
-        times = live.times
-        if times.last_token is None:
+    def _bear(self, first: Choice, output: RunOutput, now: float) -> None:
+        """The first token of every choice: those that go on share the blocks of the first, or wait for their own."""
+        choices = first.request.choices
+        children = []
+        for index, token_id in enumerate(output.token_ids[1:], 1):
+            ending = self._deliver_token(choices[index], token_id, output.logprobs[index : index + 1], now)
+            if ending is not None:
+                self._finish(choices[index], ending)
+            else:
+                children.append(choices[index])
+        if children and first.phase is Phase.RUNNING:
+            self._capacity.fork(first, children)
+        else:
+            for child in children:
+                self.roster.enqueue(child)
+        self._accept(first, output.token_ids[0], output.logprobs[:1], now)
+
+    def _accept(self, choice: Choice, token_id: int, logprobs: Sequence[TokenLogprob], now: float) -> None:
+        ending = self._deliver_token(choice, token_id, logprobs, now)
+        if ending is not None:
+            self._finish(choice, ending)
+
+    def _deliver_token(
+        self, choice: Choice, token_id: int, logprobs: Sequence[TokenLogprob], now: float
+    ) -> Ending | None:
+        text, ending = accept_token(choice, token_id, self.model.eos_token_ids)
+        choice.cumulative_logprob += sum(logprob.logprob for logprob in logprobs)
+        choice.stream.add(choice.index, text, [token_id], logprobs if choice.checked.output.logprobs else ())
+        self._time_token(choice, now)
+        return ending
+
+    def _time_token(self, choice: Choice, now: float) -> None:
+        times = choice.request.times
+        if times.first_token is None:
             times.first_token = now
             self._observer.on_first_token(now - times.arrived)
-        else:
-            self._observer.on_next_token(now - times.last_token)
-        times.last_token = now
+        self._observer.on_token(None if choice.last_token_at is None else now - choice.last_token_at)
+        times.last_token = choice.last_token_at = now
 
     def _drop_failed_step(self, steps: SessionSteps, failed: StepFailed) -> None:
         sent = steps.fail(failed.step_id)
         log.error("step %d failed with %s: %s", failed.step_id, failed.reason, failed.message)
         for sent_run in sent.runs:
-            self._fail(sent_run.live, _internal(failed.reason, failed.message))
+            self._fail(sent_run.choice.request, _internal(failed.reason, failed.message))
 
-    def _begin(self, live: LiveRequest, outcome: Allocated) -> None:
-        self._capacity.take_allocation(live, outcome)
-        if live.num_cached_tokens is None:
-            live.num_cached_tokens = outcome.num_cached_tokens
-            self._observer.on_admitted(len(live.tokens), outcome.num_cached_tokens)
-            live.stream.start(_started(live))
-            if live.checked.output.echo:
-                live.stream.add(live.spec.echo_text, live.spec.prompt_ids)
+    def _begin(self, choice: Choice, outcome: Allocated) -> None:
+        self._capacity.take_allocation(choice, outcome)
+        request = choice.request
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = outcome.num_cached_tokens
+            self._observer.on_admitted(request.spec.num_prompt_tokens, outcome.num_cached_tokens)
+            request.stream.start(_started(request))
+            if request.checked.output.echo:
+                for each in request.choices:
+                    request.stream.add(each.index, request.spec.echo_text, request.spec.prompt_ids)
 
     def _send(self, steps: SessionSteps) -> None:
         while steps.num_in_flight < self.limits.max_steps_in_flight:
             began = self._clock()
-            rows = [live.row for live in self.roster.running.values()]
+            rows = [choice.row for choice in self.roster.running.values()]
             runs = scheduler.plan(rows, self.limits.max_tokens_per_step)
             if not runs and (steps.num_in_flight or not steps.has_retirements):
                 break
-            lives = [self.roster.running[run.slot] for run in runs]
-            for live in lives:
-                live.times.first_scheduled = began if live.times.first_scheduled is None else live.times.first_scheduled
-            steps.send(zip(lives, runs, strict=True), began)
+            choices = [self.roster.running[run.slot] for run in runs]
+            for choice in choices:
+                times = choice.request.times
+                times.first_scheduled = began if times.first_scheduled is None else times.first_scheduled
+            steps.send(zip(choices, runs, strict=True), began)
 
     # ------------------------------------------------------------------------------------------------------- the end
 
-    def _finish(self, live: LiveRequest, ending: Ending) -> None:
-        """The answer is complete, or as complete as it will be."""
-        if ending.reason is FinishReason.CANCELLED:
-            self._show_rest(live)
-        finished = Finished(ending.reason, ending.matched_stop)
-        live.stream.finish(finished, Completed(live.usage(), live.timing(self._clock())))
-        self._end(live, ending.reason.name.lower())
+    def _finish(self, choice: Choice, ending: Ending) -> None:
+        """An answer is complete, or as complete as it will be; with the last of its request, the request is."""
+        request = choice.request
+        request.stream.finish(choice.index, ending.reason, ending.matched_stop)
+        self._end_choice(choice)
+        if request.is_ended:
+            request.stream.complete(Completed(request.usage(), request.timing(self._clock())), request.ranking())
+            self._report(request, ending.reason.name.lower())
 
-    def _show_rest(self, live: LiveRequest) -> None:
-        """What a cancelled request owes its client: its beginning, if it never ran, and the text that was held."""
-        if live.num_cached_tokens is None:
-            live.stream.start(_started(live))
-        if live.tokens:
-            live.stream.add(live.answer.finish(), [])
+    def _finish_all(self, request: LiveRequest, reason: FinishReason) -> None:
+        """End what is not ended, with what its client is owed: the beginning, if it never ran, and held text."""
+        if request.num_cached_tokens is None:
+            request.stream.start(_started(request))
+        for choice in request.choices:
+            if choice.phase is not Phase.ENDED:
+                if choice.tokens:
+                    request.stream.add(choice.index, choice.answer.finish(), [])
+                self._finish(choice, Ending(reason))
 
-    def _fail(self, live: LiveRequest, error: OctavoError) -> None:
-        if live.phase is not Phase.ENDED:
-            live.stream.fail(error)
-            self._end(live, "error")
+    def _fail(self, request: LiveRequest, error: OctavoError) -> None:
+        if not request.is_ended:
+            request.stream.fail(error)
+            self._end(request, "error")
 
-    def _end(self, live: LiveRequest, outcome: str) -> None:
-        """Give back all that the request holds."""
-        self._capacity.release(live, self._steps)
-        now = self._clock()
-        usage, timing = live.usage(), live.timing(now)
-        self._observer.on_ended(outcome, usage, timing, now - live.times.arrived)
-        log.info(
-            "request %s: %s, %s, %s, %d preemptions", live.request_id, outcome, usage, timing, live.num_preemptions
-        )
-        self.roster.end(live)
+    def _end(self, request: LiveRequest, outcome: str) -> None:
+        for choice in request.choices:
+            if choice.phase is not Phase.ENDED:
+                self._end_choice(choice)
+        self._report(request, outcome)
+
+    def _end_choice(self, choice: Choice) -> None:
+        """Give back all that it holds."""
+        self._capacity.release(choice, self._steps)
+        self.roster.end(choice)
         self._wakeup.set()
+
+    def _report(self, request: LiveRequest, outcome: str) -> None:
+        now = self._clock()
+        usage, timing = request.usage(), request.timing(now)
+        self._observer.on_ended(outcome, usage, timing, now - request.times.arrived)
+        preemptions = request.num_preemptions
+        log.info("request %s: %s, %s, %s, %d preemptions", request.request_id, outcome, usage, timing, preemptions)
 
 
 def _started(live: LiveRequest) -> Started:
@@ -336,6 +396,15 @@ def _internal(reason: str, message: str) -> OctavoError:
         "STEP_FAILED",
         f"the executor could not compute this request: {message}",
         metadata={"reason": reason},
+    )
+
+
+def _too_many_choices(num_choices: int, rows: int) -> OctavoError:
+    return OctavoError(
+        Code.FAILED_PRECONDITION,
+        "NEVER_FITS",
+        f"{num_choices} answers are asked for, and this engine generates {rows} at once; lower n or best_of",
+        metadata={"num_choices": str(num_choices), "max_running_requests": str(rows)},
     )
 
 

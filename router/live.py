@@ -1,4 +1,11 @@
-"""A request from its arrival to its end: the engine's own record of it, changed by nobody else."""
+"""A request from its arrival to its end, and its choices: the engine's own record of them, changed by nobody else.
+
+A request is what a client sent and hears of; a choice is one of its answers: it has tokens, blocks and a row.
+
+    first choice    prompt .... [ last chunk of the prompt samples one token for each choice ]
+                                        | fork: the other choices share the blocks of the prompt
+    every choice                        decodes, waits, is preempted and ends for itself
+"""
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -11,15 +18,18 @@ from router.text.answer import AnswerText
 
 
 class Phase(Enum):
-    """Where a live request is.
+    """Where a choice is.
 
-    PREPARING: its prompt is tokenized. WAITING: in the queue. ALLOCATING: asked the cache service for blocks.
+    PREPARING: its prompt is tokenized. UNBORN: its first token will come out of the first choice's row. WAITING: in the
+    queue. ALLOCATING: asked the cache service for blocks. FORKING: asked it for a share of the first choice's.
     RUNNING: has blocks and a row. ENDED: nothing of it is left but what its client still reads.
     """
 
     PREPARING = auto()
+    UNBORN = auto()
     WAITING = auto()
     ALLOCATING = auto()
+    FORKING = auto()
     RUNNING = auto()
     ENDED = auto()
 
@@ -35,29 +45,26 @@ class Times:
 
 
 @dataclass(slots=True, eq=False)
-class LiveRequest:
-    """One request.
+class Choice:
+    """One answer to a request.
 
     Attributes:
-        arrival: counts requests; with the priority it is the order in which they are served.
         tokens: prompt and generated, as far as results are here.
-        sequence_id: of this incarnation in the lease; a preempted request gets a new one.
+        sequence_id: of this incarnation in the lease; a preempted choice gets a new one.
         incarnation: tells this use of a slot from those before.
         num_steps_in_flight: sent steps that contain it and whose results are still to come.
         num_cache_tokens: token ids that the cache service knows of this sequence.
+        copy: (source, target) of a block that must be copied before its first step; None once a result proved it.
         free_after: the highest sent step of each session that contains this sequence.
     """
 
-    checked: CheckedRequest
-    arrival: int
-    times: Times
-    stream: EventStream = field(default_factory=EventStream)
+    request: "LiveRequest"
+    index: int
     phase: Phase = Phase.PREPARING
-    _spec: RequestSpec | None = None
     _answer: AnswerText | None = None
     tokens: list[int] = field(default_factory=list)
-    num_cached_tokens: int | None = None
-    num_preemptions: int = 0
+    last_token_at: float | None = None
+    cumulative_logprob: float = 0.0
 
     _row: Row | None = None
     sequence_id: SequenceId = SequenceId(0)
@@ -68,18 +75,22 @@ class LiveRequest:
     num_steps_in_flight: int = 0
     num_cache_tokens: int = 0
     num_committed_blocks: int = 0
+    copy: tuple[BlockId, BlockId] | None = None
     is_extending: bool = False
     was_extend_refused: bool = False
     free_after: dict[SessionKey, StepId] = field(default_factory=dict)
 
     @property
-    def request_id(self) -> str:
-        return self.checked.request_id
+    def checked(self) -> CheckedRequest:
+        return self.request.checked
 
     @property
     def spec(self) -> RequestSpec:
-        assert self._spec is not None, "only a submitted request has its specification"
-        return self._spec
+        return self.request.spec
+
+    @property
+    def stream(self) -> EventStream:
+        return self.request.stream
 
     @property
     def answer(self) -> AnswerText:
@@ -88,23 +99,26 @@ class LiveRequest:
 
     @property
     def row(self) -> Row:
-        assert self._row is not None, "only a running request has a row"
+        assert self._row is not None, "only a running choice has a row"
         return self._row
 
     @property
-    def order(self) -> tuple[int, int]:
+    def order(self) -> tuple[int, int, int]:
         """Who comes first: the smaller."""
-        return (-self.checked.priority, self.arrival)
+        return (-self.checked.priority, self.request.arrival, self.index)
 
     @property
     def num_generated(self) -> int:
-        return len(self.tokens) - self.spec.num_prompt_tokens
+        return max(0, len(self.tokens) - self.spec.num_prompt_tokens)
 
-    def submit(self, spec: RequestSpec, answer: AnswerText) -> None:
-        """The prompt is tokenized: from now on it waits for its place."""
-        self._spec, self._answer = spec, answer
-        self.tokens = list(spec.prompt_ids)
-        self.phase = Phase.WAITING
+    @property
+    def num_samples(self) -> int:
+        """Tokens that its row draws when it first samples: one for each choice that is to be born of it."""
+        return 1 + (self.request.num_unborn if self.index == 0 else 0)
+
+    def submit(self, answer: AnswerText, tokens: list[int], phase: Phase) -> None:
+        """The prompt is tokenized."""
+        self._answer, self.tokens, self.phase = answer, tokens, phase
 
     def begin_sequence(self, sequence_id: SequenceId) -> None:
         """Ask for blocks under a fresh id."""
@@ -112,10 +126,16 @@ class LiveRequest:
         self.sequence_id = sequence_id
         self.num_cache_tokens = len(self.tokens)
 
-    def begin_row(self, row: Row, block_ids: list[BlockId]) -> None:
+    def begin_fork(self, sequence_id: SequenceId) -> None:
+        """Ask for a share of the first choice's blocks under a fresh id: it will know of the prompt."""
+        self.phase = Phase.FORKING
+        self.sequence_id = sequence_id
+        self.num_cache_tokens = self.spec.num_prompt_tokens
+
+    def begin_row(self, row: Row, block_ids: list[BlockId], copy: tuple[BlockId, BlockId] | None = None) -> None:
         """The blocks are there: it runs."""
         self.phase = Phase.RUNNING
-        self._row, self.block_ids = row, block_ids
+        self._row, self.block_ids, self.copy = row, block_ids, copy
         self.num_committed_blocks = 0
         self.is_extending = self.was_extend_refused = False
         self.reset_at_executor()
@@ -129,14 +149,72 @@ class LiveRequest:
     def leave_row(self, phase: Phase) -> None:
         """The row and its blocks are given up."""
         self.phase = phase
-        self._row = None
+        self._row = self.copy = None
         self.block_ids = []
         self.free_after = {}
 
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """One request.
+
+    Attributes:
+        arrival: counts requests; with the priority it is the order in which they are served.
+        choices: its answers, by index.
+        num_cached_tokens: of the prompt, at the first admission; None: not admitted yet.
+    """
+
+    checked: CheckedRequest
+    arrival: int
+    times: Times
+    stream: EventStream = field(init=False)
+    choices: list[Choice] = field(init=False)
+    num_cached_tokens: int | None = None
+    num_preemptions: int = 0
+    _spec: RequestSpec | None = None
+
+    def __post_init__(self) -> None:
+        sampling = self.checked.sampling
+        self.stream = EventStream(sampling.num_choices, sampling.n)
+        self.choices = [Choice(self, index) for index in range(sampling.num_choices)]
+
+    @property
+    def request_id(self) -> str:
+        return self.checked.request_id
+
+    @property
+    def spec(self) -> RequestSpec:
+        assert self._spec is not None, "only a submitted request has its specification"
+        return self._spec
+
+    @property
+    def is_submitted(self) -> bool:
+        return self._spec is not None
+
+    @property
+    def is_ended(self) -> bool:
+        return all(choice.phase is Phase.ENDED for choice in self.choices)
+
+    @property
+    def num_unborn(self) -> int:
+        return sum(choice.phase is Phase.UNBORN for choice in self.choices)
+
+    def submit(self, spec: RequestSpec, answers: list[AnswerText]) -> None:
+        """The prompt is tokenized: the first choice waits for its place, the others for the first one's token."""
+        self._spec = spec
+        for choice, answer in zip(self.choices, answers, strict=True):
+            phase = Phase.UNBORN if choice.index else Phase.WAITING
+            choice.submit(answer, list(spec.prompt_ids), phase)
+
+    def ranking(self) -> list[int]:
+        """Indices of the choices, the likeliest first; of equals the lower one."""
+        return sorted(range(len(self.choices)), key=lambda index: (-self.choices[index].cumulative_logprob, index))
+
     def usage(self) -> Usage:
-        generated = self.num_generated if self._spec else 0
-        prompt = self._spec.num_prompt_tokens if self._spec else 0
-        return Usage(prompt, self.num_cached_tokens or 0, generated)
+        if self._spec is None:
+            return Usage(0, 0, 0)
+        generated = sum(choice.num_generated for choice in self.choices)
+        return Usage(self._spec.num_prompt_tokens, self.num_cached_tokens or 0, generated)
 
     def timing(self, now: float) -> Timing:
         """Spans that were not reached end now, or are 0."""

@@ -90,11 +90,11 @@ class RouterMetrics:
 
     def on_first_token(self, elapsed_s: float) -> None:
         self._first_token.labels(*self._labels).observe(elapsed_s)
-        self._generation_tokens.labels(*self._labels).inc()
 
-    def on_next_token(self, gap_s: float) -> None:
-        self._token_gap.labels(*self._labels).observe(gap_s)
+    def on_token(self, gap_s: float | None) -> None:
         self._generation_tokens.labels(*self._labels).inc()
+        if gap_s is not None:
+            self._token_gap.labels(*self._labels).observe(gap_s)
 
     def on_preempted(self) -> None:
         self._preemptions.labels(*self._labels).inc()
@@ -159,11 +159,13 @@ class _Gauges(Collector):
 
 
 def _waiting_by_reason(backend: Backend) -> dict[str, int]:
-    reasons = {Phase.PREPARING: "tokenizing", Phase.WAITING: "capacity", Phase.ALLOCATING: "blocks"}
-    counts = dict.fromkeys(reasons.values(), 0)
-    for live in backend.engine.roster:
-        if live.phase in reasons:
-            counts[reasons[live.phase]] += 1
+    counts = dict.fromkeys(("tokenizing", "capacity", "blocks"), 0)
+    for request in backend.engine.roster:
+        phases = {choice.phase for choice in request.choices}
+        if Phase.PREPARING in phases:
+            counts["tokenizing"] += 1
+        elif Phase.RUNNING not in phases:
+            counts["capacity" if Phase.WAITING in phases else "blocks"] += 1
     return counts
 
 

@@ -36,9 +36,11 @@ class Observer(Protocol):
     def on_admitted(self, num_queried_tokens: int, num_hit_tokens: int) -> None:
         """First admission of a request: how many prompt tokens were looked up, and how many were cached."""
 
-    def on_first_token(self, elapsed_s: float) -> None: ...
+    def on_first_token(self, elapsed_s: float) -> None:
+        """The first token of a request, since its arrival."""
 
-    def on_next_token(self, gap_s: float) -> None: ...
+    def on_token(self, gap_s: float | None) -> None:
+        """Every token, since the one before it of the same choice; None: there is none."""
 
     def on_preempted(self) -> None: ...
 

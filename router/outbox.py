@@ -1,8 +1,9 @@
 """What the router will tell the cache service, gathered into batches: a buffer, without IO.
 
 The mutations of a lease go one at a time in order of their numbers; while one is on its way, the next ones gather here.
-Within a sequence the order allocate, extend, commit, release always holds, because a sequence is extended only after
-its allocation was answered, and a release swallows what else waits for its sequence.
+Within a sequence the order allocate, fork, extend, commit, release always holds, because a sequence is extended only
+after its allocation was answered, a fork goes before all else that waits and carries the commit that it needs, and a
+release swallows what else waits for its sequence.
 """
 
 from collections.abc import Callable
@@ -45,6 +46,15 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
+class Fork:
+    """Children share the tokens of the parent that `commit` says are computed."""
+
+    parent_id: SequenceId
+    child_ids: tuple[SequenceId, ...]
+    commit: Commit
+
+
+@dataclass(frozen=True, slots=True)
 class Release:
     """`free_after`: the highest sent step of each session that contains the sequence."""
 
@@ -70,8 +80,17 @@ class Extended:
     error: OctavoError | None = None
 
 
-Item = Allocation | Extension | Commit | Release
-Batch = list[Allocation] | list[Extension] | list[Commit] | list[Release]
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """The answer to a fork: a table for each child, and (source, target) of each block to copy; or why not."""
+
+    tables: tuple[tuple[BlockId, ...], ...] = ()
+    copies: tuple[tuple[BlockId, BlockId], ...] = ()
+    error: OctavoError | None = None
+
+
+Item = Allocation | Extension | Commit | Fork | Release
+Batch = list[Allocation] | list[Extension] | list[Commit] | list[Fork] | list[Release]
 
 
 class Replies(Protocol):
@@ -80,6 +99,8 @@ class Replies(Protocol):
     def on_allocated(self, allocation: Allocation, outcome: Allocated) -> None: ...
 
     def on_extended(self, extension: Extension, outcome: Extended) -> None: ...
+
+    def on_forked(self, fork: Fork, outcome: Forked) -> None: ...
 
 
 @dataclass
@@ -91,6 +112,7 @@ class Outbox:
     _allocations: dict[SequenceId, Allocation] = field(default_factory=dict)
     _extensions: dict[SequenceId, Extension] = field(default_factory=dict)
     _commits: dict[SequenceId, Commit] = field(default_factory=dict)
+    _forks: dict[SequenceId, Fork] = field(default_factory=dict)
     _releases: dict[SequenceId, Release] = field(default_factory=dict)
     _fenced_until: dict[SessionKey, StepId] = field(default_factory=dict)
     _told: dict[SessionKey, StepId] = field(default_factory=dict)
@@ -108,6 +130,14 @@ class Outbox:
         """Gathers with a commit of the sequence that still waits: ranges of a sequence adjoin."""
         waiting = self._commits.get(commit.sequence_id)
         self._commits[commit.sequence_id] = _joined(waiting, commit) if waiting else commit
+        self.on_filled()
+
+    def fork(self, fork: Fork) -> None:
+        """Takes the commit that waits for the parent along; what the parent computes later goes behind it."""
+        waiting = self._commits.pop(fork.parent_id, None)
+        if waiting is not None:
+            fork = Fork(fork.parent_id, fork.child_ids, _joined(waiting, fork.commit))
+        self._forks[fork.parent_id] = fork
         self.on_filled()
 
     def release(self, release: Release) -> None:
@@ -149,7 +179,10 @@ class Outbox:
         self._told.update(acknowledged)
 
     def take(self) -> Batch | None:
-        """The next batch, of one kind. The kinds take turns, so that commits of every step starve no extension."""
+        """The next batch, of one kind. Forks first; the other kinds take turns, so that commits starve no extension."""
+        if self._forks:
+            forks, self._forks = list(self._forks.values()), {}
+            return forks
         waiting: tuple[dict, ...] = (self._extensions, self._releases, self._allocations, self._commits)
         for offset in range(len(waiting)):
             turn = (self._next_turn + offset) % len(waiting)
@@ -161,7 +194,7 @@ class Outbox:
 
     def clear(self) -> None:
         """The lease is lost: nothing that waits means anything any more."""
-        for table in (self._allocations, self._extensions, self._commits, self._releases):
+        for table in (self._allocations, self._extensions, self._commits, self._forks, self._releases):
             table.clear()
         for sessions in (self.acknowledged, self._fenced_until, self._told):
             sessions.clear()

@@ -32,6 +32,8 @@ class RawRequest:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: Sequence[int] = ()
     bad_words: Sequence[str] = ()
+    n: int | None = None
+    best_of: int | None = None
 
     max_tokens: int | None = None
     min_tokens: int | None = None

@@ -25,6 +25,8 @@ class Sampling:
     Attributes:
         temperature: 0 is greedy.
         top_k, top_p: 0 and 1 are off.
+        n: answers that the client gets.
+        num_choices: answers that are generated, at least n; the client gets the likeliest.
         presence_penalty, frequency_penalty, repetition_penalty: 0, 0 and 1 are off.
         logit_bias: (id, bias), each id once.
         allowed_token_ids: sorted; empty is off.
@@ -42,6 +44,12 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...]
     allowed_token_ids: tuple[int, ...]
     bad_words: tuple[str, ...]
+    n: int
+    num_choices: int
+
+    @property
+    def is_ranked(self) -> bool:
+        return self.num_choices > self.n
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +111,7 @@ class RequestSpec:
     """A checked request with its prompt's ids and the length that it may reach.
 
     Attributes:
-        max_tokens: of the answer, at least 1.
+        max_tokens: of each answer, at least 1.
         limit_reason: the finish reason when `max_tokens` is reached.
         banned: token sequences that cannot be generated.
         echo_text: the prompt's text, where each answer begins with it.

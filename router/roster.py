@@ -6,23 +6,24 @@ from collections.abc import Iterator
 
 from octavo.errors import Code, OctavoError
 from router.ids import SequenceId, Slot
-from router.live import LiveRequest, Phase, Times
+from router.live import Choice, LiveRequest, Phase, Times
 from router.request import CheckedRequest
 
 
 class Roster:
-    """Live requests and free slots.
+    """Live requests, their choices, and free slots.
 
     Args:
         max_running: slots there are.
     """
 
     def __init__(self, max_running: int) -> None:
-        self.running: dict[Slot, LiveRequest] = {}
-        self.waiting: list[LiveRequest] = []  # in order of service
-        self.allocating: dict[SequenceId, LiveRequest] = {}
+        self.running: dict[Slot, Choice] = {}
+        self.waiting: list[Choice] = []  # in order of service
+        self.allocating: dict[SequenceId, Choice] = {}
+        self.forking: dict[SequenceId, Choice] = {}
         self._by_id: dict[str, LiveRequest] = {}
-        self._by_sequence: dict[SequenceId, LiveRequest] = {}
+        self._by_sequence: dict[SequenceId, Choice] = {}
         self._free_slots = [Slot(number) for number in range(max_running)]
         self._num_arrived = 0
         self._num_sequences = 0
@@ -34,19 +35,24 @@ class Roster:
         return iter(list(self._by_id.values()))
 
     @property
+    def num_running(self) -> int:
+        """Requests with a choice that runs."""
+        return len({choice.request for choice in list(self.running.values())})
+
+    @property
     def num_queued(self) -> int:
-        """Live requests that do not run: in preparation, waiting, asking for blocks."""
-        return len(self._by_id) - len(self.running)
+        """Live requests of which nothing runs: in preparation, waiting, asking for blocks."""
+        return len(self._by_id) - self.num_running
 
     @property
     def num_free_slots(self) -> int:
-        """Slots without a row; those who ask for blocks will take some of them."""
-        return len(self._free_slots)
+        """Slots without a row and not promised to a choice that is about to be born."""
+        return len(self._free_slots) - len(self.forking) - sum(c.num_samples - 1 for c in self.running.values())
 
     def find(self, request_id: str) -> LiveRequest | None:
         return self._by_id.get(request_id)
 
-    def find_sequence(self, sequence_id: SequenceId) -> LiveRequest | None:
+    def find_sequence(self, sequence_id: SequenceId) -> Choice | None:
         return self._by_sequence.get(sequence_id)
 
     def reserve(self, checked: CheckedRequest, now: float) -> LiveRequest:
@@ -68,53 +74,65 @@ class Roster:
         self._by_id[request_id] = live
         return live
 
-    def enqueue(self, live: LiveRequest) -> None:
+    def enqueue(self, choice: Choice) -> None:
         """Into the queue by priority and arrival: who ran before stands before all who came later."""
-        bisect.insort(self.waiting, live, key=lambda other: other.order)
+        choice.phase = Phase.WAITING
+        bisect.insort(self.waiting, choice, key=lambda other: other.order)
 
-    def begin_allocation(self, live: LiveRequest) -> None:
-        self._num_sequences += 1
-        self.waiting.remove(live)
-        live.begin_sequence(SequenceId(self._num_sequences))
-        self.allocating[live.sequence_id] = live
-        self._by_sequence[live.sequence_id] = live
+    def begin_allocation(self, choice: Choice) -> None:
+        self.waiting.remove(choice)
+        choice.begin_sequence(self._new_sequence(choice))
+        self.allocating[choice.sequence_id] = choice
 
-    def refuse_allocation(self, live: LiveRequest) -> None:
-        """Back into the queue."""
-        self._forget_sequence(live)
-        live.phase = Phase.WAITING
-        self.enqueue(live)
+    def begin_fork(self, choice: Choice) -> None:
+        """A choice that has its first token asks for a share of the first one's blocks."""
+        choice.begin_fork(self._new_sequence(choice))
+        self.forking[choice.sequence_id] = choice
 
-    def take_slot(self, live: LiveRequest) -> Slot:
+    def refuse(self, choice: Choice) -> None:
+        """There were no blocks for it: into the queue."""
+        self._forget_sequence(choice)
+        self.enqueue(choice)
+
+    def take_slot(self, choice: Choice) -> Slot:
         """The blocks are there: the lowest free slot is its."""
-        del self.allocating[live.sequence_id]
+        self.allocating.pop(choice.sequence_id, None)
+        self.forking.pop(choice.sequence_id, None)
         slot = heapq.heappop(self._free_slots)
-        self.running[slot] = live
+        self.running[slot] = choice
         return slot
 
-    def preempt(self, live: LiveRequest) -> None:
+    def preempt(self, choice: Choice) -> None:
         """Out of its slot, back into the queue."""
-        self._leave_slot(live)
-        live.leave_row(Phase.WAITING)
-        self.enqueue(live)
+        self._leave_slot(choice)
+        choice.leave_row(Phase.WAITING)
+        self.enqueue(choice)
 
-    def end(self, live: LiveRequest) -> None:
-        """Nothing leads to it any more."""
-        if live.phase is Phase.WAITING:
-            self.waiting.remove(live)
-        elif live.phase is Phase.ALLOCATING:
-            self._forget_sequence(live)
-        elif live.phase is Phase.RUNNING:
-            self._leave_slot(live)
-        live.leave_row(Phase.ENDED)
-        if self._by_id.get(live.request_id) is live:
-            del self._by_id[live.request_id]
+    def end(self, choice: Choice) -> None:
+        """Nothing leads to it any more; nor to its request, if it was the last."""
+        if choice.phase is Phase.WAITING:
+            self.waiting.remove(choice)
+        elif choice.phase in (Phase.ALLOCATING, Phase.FORKING):
+            self._forget_sequence(choice)
+        elif choice.phase is Phase.RUNNING:
+            self._leave_slot(choice)
+        choice.leave_row(Phase.ENDED)
+        request = choice.request
+        if request.is_ended and self._by_id.get(request.request_id) is request:
+            del self._by_id[request.request_id]
 
-    def _leave_slot(self, live: LiveRequest) -> None:
-        del self.running[live.row.slot]
-        heapq.heappush(self._free_slots, live.row.slot)
-        self._forget_sequence(live)
+    def _new_sequence(self, choice: Choice) -> SequenceId:
+        self._num_sequences += 1
+        sequence_id = SequenceId(self._num_sequences)
+        self._by_sequence[sequence_id] = choice
+        return sequence_id
 
-    def _forget_sequence(self, live: LiveRequest) -> None:
-        self.allocating.pop(live.sequence_id, None)
-        del self._by_sequence[live.sequence_id]
+    def _leave_slot(self, choice: Choice) -> None:
+        del self.running[choice.row.slot]
+        heapq.heappush(self._free_slots, choice.row.slot)
+        self._forget_sequence(choice)
+
+    def _forget_sequence(self, choice: Choice) -> None:
+        self.allocating.pop(choice.sequence_id, None)
+        self.forking.pop(choice.sequence_id, None)
+        del self._by_sequence[choice.sequence_id]

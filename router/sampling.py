@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 
 from octavo.errors import FieldViolation, invalid_argument
-from router.live import LiveRequest
+from router.live import Choice
 from router.model import Model
 from router.request import CheckedRequest
 from router.step import RowSampling
 
 
-def row_sampling(live: LiveRequest, eos_token_ids: frozenset[int]) -> RowSampling:
+def row_sampling(live: Choice, eos_token_ids: frozenset[int]) -> RowSampling:
     """Sampling of a row; until `min_tokens` are there, what would end the answer cannot be sampled."""
     sampling, stopping, output = live.checked.sampling, live.checked.stopping, live.checked.output
     suppressed = ending_ids(live.checked, eos_token_ids) if stopping.min_tokens else frozenset()
@@ -21,9 +21,11 @@ def row_sampling(live: LiveRequest, eos_token_ids: frozenset[int]) -> RowSamplin
         top_p=sampling.top_p,
         min_p=sampling.min_p,
         seed=sampling.seed,
+        choice_index=live.index,
+        num_samples=live.num_samples,
         suppressed_token_ids=tuple(sorted(suppressed)),
         suppress_until=num_prompt + stopping.min_tokens if suppressed else 0,
-        logprobs=output.logprobs,
+        logprobs=output.logprobs or sampling.is_ranked,
         num_top_logprobs=output.top_logprobs,
         num_prompt_tokens=num_prompt,
         presence_penalty=sampling.presence_penalty,

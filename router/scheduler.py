@@ -22,7 +22,7 @@ class Row:
     """A running sequence as the scheduler sees it.
 
     Attributes:
-        order: who comes first: (-priority, arrival).
+        order: who comes first, the smaller: (-priority, arrival, index of the choice).
         num_tokens: prompt, generated, and sampled in steps whose results are still to come.
         num_sent: tokens whose computation was sent to the executor.
         num_computed: tokens whose KV is known to be in the blocks.
@@ -32,7 +32,7 @@ class Row:
     """
 
     slot: Slot
-    order: tuple[int, int]
+    order: tuple[int, ...]
     num_tokens: int
     num_sent: int
     num_computed: int

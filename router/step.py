@@ -10,13 +10,18 @@ from router.scheduler import Run
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """How a row samples; ids of `suppressed` cannot come while the history is shorter than `suppress_until`."""
+    """How a row samples: the first time `num_samples` tokens, for choices from `choice_index` on.
+
+    The ids of `suppressed_token_ids` cannot come while the history is shorter than `suppress_until`.
+    """
 
     temperature: float
     top_k: int
     top_p: float
     min_p: float
     seed: int
+    choice_index: int
+    num_samples: int
     suppressed_token_ids: tuple[int, ...]
     suppress_until: int
     logprobs: bool = False
@@ -59,6 +64,7 @@ class Step:
     retired_slots: tuple[Slot, ...]
     started_rows: tuple[RowStart, ...]
     extensions: tuple[TableExtension, ...]
+    copies: tuple[tuple[BlockId, BlockId], ...]  # (source, target)
     runs: tuple[Run, ...]
 
 

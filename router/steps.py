@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from router.ids import SessionKey, Slot, StepId
-from router.live import LiveRequest
+from router.live import Choice
 from router.model import Model
 from router.sampling import row_sampling
 from router.scheduler import Run, mark_sent
@@ -17,9 +17,9 @@ from router.step import RowStart, Step, TableExtension
 
 @dataclass(frozen=True, slots=True)
 class SentRun:
-    """A request's part in a sent step; another incarnation since then means that its row is gone."""
+    """A choice's part in a sent step; another incarnation since then means that its row is gone."""
 
-    live: LiveRequest
+    choice: Choice
     incarnation: int
     run: Run
     num_blocks_before: int
@@ -27,7 +27,7 @@ class SentRun:
 
     @property
     def is_current(self) -> bool:
-        return self.incarnation == self.live.incarnation
+        return self.incarnation == self.choice.incarnation
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,25 +78,27 @@ class SessionSteps:
         """The row of this slot leaves with the next step."""
         self._to_retire.append(slot)
 
-    def send(self, runs: Iterable[tuple[LiveRequest, Run]], plan_began: float) -> None:
+    def send(self, runs: Iterable[tuple[Choice, Run]], plan_began: float) -> None:
         """Send the next step, with all that changed since the last one."""
         send_began = self._clock()
         step_id = self._next_id
-        started, extensions, sent = [], [], []
-        for live, run in runs:
-            sent.append(SentRun(live, live.incarnation, run, live.num_blocks_sent, live.is_at_executor))
-            if not live.is_at_executor:
-                started.append(_row_start(live, self._model))
-            elif len(live.block_ids) > live.num_blocks_sent:
-                extensions.append(TableExtension(run.slot, tuple(live.block_ids[live.num_blocks_sent :])))
-            live.is_at_executor, live.num_blocks_sent = True, len(live.block_ids)
-            live.free_after[self.key] = step_id
-            live.num_steps_in_flight += 1
-            mark_sent(live.row, run)
+        started, extensions, copies, sent = [], [], [], []
+        for choice, run in runs:
+            sent.append(SentRun(choice, choice.incarnation, run, choice.num_blocks_sent, choice.is_at_executor))
+            if not choice.is_at_executor:
+                started.append(_row_start(choice, self._model))
+                copies += [choice.copy] if choice.copy is not None else []
+            elif len(choice.block_ids) > choice.num_blocks_sent:
+                extensions.append(TableExtension(run.slot, tuple(choice.block_ids[choice.num_blocks_sent :])))
+            choice.is_at_executor, choice.num_blocks_sent = True, len(choice.block_ids)
+            choice.free_after[self.key] = step_id
+            choice.num_steps_in_flight += 1
+            mark_sent(choice.row, run)
         retired, self._to_retire = tuple(self._to_retire), []
         self._next_id = StepId(step_id + 1)
         all_runs = tuple(sent_run.run for sent_run in sent)
-        self._send(Step(step_id, self.last_result, retired, tuple(started), tuple(extensions), all_runs))
+        changes = (tuple(started), tuple(extensions), tuple(copies))
+        self._send(Step(step_id, self.last_result, retired, *changes, all_runs))
         self._in_flight.append(SentStep(step_id, tuple(sent), retired, plan_began, send_began, self._clock()))
 
     def complete(self, step_id: StepId) -> SentStep:
@@ -122,7 +124,7 @@ class SessionSteps:
         self._num_refused += len(self._in_flight)
         for behind in self._in_flight:
             for sent in behind.runs:
-                sent.live.num_steps_in_flight -= 1
+                sent.choice.num_steps_in_flight -= 1
         self._in_flight.clear()
         self._next_id = step_id
         for step in reversed(refused):
@@ -140,7 +142,7 @@ class SessionSteps:
         """The session is over: no result will come."""
         for step in self._in_flight:
             for sent in step.runs:
-                sent.live.num_steps_in_flight -= 1
+                sent.choice.num_steps_in_flight -= 1
         self._in_flight.clear()
 
     def _pop(self, step_id: StepId) -> SentStep:
@@ -148,7 +150,7 @@ class SessionSteps:
             raise ValueError(f"an outcome of step {step_id} where {self._in_flight} are awaited")
         sent = self._in_flight.popleft()
         for sent_run in sent.runs:
-            sent_run.live.num_steps_in_flight -= 1
+            sent_run.choice.num_steps_in_flight -= 1
         return sent
 
     def _undo(self, step: SentStep) -> None:
@@ -157,21 +159,21 @@ class SessionSteps:
             if not sent.was_at_executor:
                 lost_starts.add(sent.run.slot)
             if sent.is_current:
-                live = sent.live
-                live.is_at_executor, live.num_blocks_sent = sent.was_at_executor, sent.num_blocks_before
-                live.row.num_sent = sent.run.start
-                live.row.num_tokens -= sent.run.samples
+                choice = sent.choice
+                choice.is_at_executor, choice.num_blocks_sent = sent.was_at_executor, sent.num_blocks_before
+                choice.row.num_sent = sent.run.start
+                choice.row.num_tokens -= sent.run.samples
         # A row that started in the refused step is not there to be retired; what the step retired still is.
         self._to_retire = [slot for slot in self._to_retire if slot not in lost_starts]
         self._to_retire = [*step.retired_slots, *self._to_retire]
 
 
-def _row_start(live: LiveRequest, model: Model) -> RowStart:
+def _row_start(choice: Choice, model: Model) -> RowStart:
     return RowStart(
-        slot=live.row.slot,
-        incarnation=live.incarnation,
-        token_ids=tuple(live.tokens),
-        num_computed_tokens=live.row.num_computed,
-        block_ids=tuple(live.block_ids),
-        sampling=row_sampling(live, model.eos_token_ids),
+        slot=choice.row.slot,
+        incarnation=choice.incarnation,
+        token_ids=tuple(choice.tokens),
+        num_computed_tokens=choice.row.num_computed,
+        block_ids=tuple(choice.block_ids),
+        sampling=row_sampling(choice, model.eos_token_ids),
     )

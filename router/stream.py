@@ -1,6 +1,7 @@
 """The events of one request on their way to its client: one writer, one reader, coalesced, bounded.
 
-What a slow reader has not taken is one waiting delta that grows, never a queue: a request holds at most its own answer.
+What a slow reader has not taken is one waiting delta per choice that grows, never a queue: a request holds at most its
+own answer.
 """
 
 import asyncio
@@ -22,8 +23,9 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """`token_offset`: how many tokens earlier deltas carried."""
+    """`token_offset`: how many tokens of the choice earlier deltas carried."""
 
+    index: int
     token_offset: int
     text: str
     token_ids: tuple[int, ...]
@@ -40,6 +42,7 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
+    index: int
     reason: FinishReason
     matched_stop: str
 
@@ -53,28 +56,56 @@ class Completed:
 Event = Started | PromptLogprobs | Delta | Finished | Completed
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True)
+class _Channel:
+    """What waits of one choice."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    num_carried: int = 0
+    end: tuple[FinishReason, str] | None = None
+
+    def take(self, index: int) -> list[Event]:
+        events: list[Event] = []
+        if self.text or self.token_ids:
+            text, token_ids, logprobs = "".join(self.text), tuple(self.token_ids), tuple(self.logprobs)
+            events.append(Delta(index, self.num_carried, text, token_ids, logprobs))
+            self.num_carried += len(token_ids)
+            self.text, self.token_ids, self.logprobs = [], [], []
+        if self.end is not None:
+            events.append(Finished(index, *self.end))
+            self.end = None
+        return events
+
+
 class EventStream:
-    """Write with `start`, `add`, `finish` or `fail`; read with `async for`. All on one event loop."""
+    """Write with `start`, `add`, `finish` and `complete`, or `fail`; read with `async for`. All on one event loop.
 
-    _started: Started | None = None
-    _text: list[str] = field(default_factory=list)
-    _token_ids: list[int] = field(default_factory=list)
-    _logprobs: list[TokenLogprob] = field(default_factory=list)
-    _prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    _num_carried: int = 0
-    _prompt_offset: int = 1  # nothing comes before the first token of a prompt
-    _end: tuple[Finished, Completed] | OctavoError | None = None
-    _filled: asyncio.Event = field(default_factory=asyncio.Event)
+    Args:
+        num_choices: that are written.
+        num_shown: that are read. Where it is less, nothing of them is read before `complete` says which are the best.
+    """
 
-    def start(self, event: Started) -> None:
-        self._started = event
-        self._filled.set()
+    def __init__(self, num_choices: int, num_shown: int) -> None:
+        self._channels = [_Channel() for _ in range(num_choices)]
+        self._is_ranked = num_shown < num_choices
+        self._num_shown = num_shown
+        self._started: Started | None = None
+        self._prompt_logprobs: list[TokenLogprob] = []
+        self._prompt_offset = 1  # nothing comes before the first token of a prompt
+        self._completed: Completed | None = None
+        self._error: OctavoError | None = None
+        self._filled = asyncio.Event()
 
     @property
     def prompt_offset(self) -> int:
         """Index of the first prompt token whose log-probability is not here yet."""
         return self._prompt_offset + len(self._prompt_logprobs)
+
+    def start(self, event: Started) -> None:
+        self._started = event
+        self._filled.set()
 
     def add_prompt_logprobs(self, logprobs: Sequence[TokenLogprob]) -> None:
         """The next tokens of the prompt."""
@@ -82,20 +113,30 @@ class EventStream:
             self._prompt_logprobs += logprobs
             self._filled.set()
 
-    def add(self, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> None:
+    def add(self, index: int, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> None:
+        channel = self._channels[index]
         if text:
-            self._text.append(text)
-        self._token_ids += token_ids
-        self._logprobs += logprobs
+            channel.text.append(text)
+        channel.token_ids += token_ids
+        channel.logprobs += logprobs
         self._filled.set()
 
-    def finish(self, finished: Finished, completed: Completed) -> None:
-        self._end = (finished, completed)
+    def finish(self, index: int, reason: FinishReason, matched_stop: str) -> None:
+        """A choice is whole."""
+        self._channels[index].end = (reason, matched_stop)
+        self._filled.set()
+
+    def complete(self, completed: Completed, ranking: Sequence[int]) -> None:
+        """All choices are whole; `ranking`: their indices, the best first."""
+        self._completed = completed
+        if self._is_ranked:
+            self._channels = [self._channels[index] for index in ranking[: self._num_shown]]
+            self._is_ranked = False
         self._filled.set()
 
     def fail(self, error: OctavoError) -> None:
         """What was not read yet is dropped: a failed call has no answer."""
-        self._end = error
+        self._error = error
         self._filled.set()
 
     async def __aiter__(self) -> AsyncIterator[Event]:
@@ -103,16 +144,16 @@ class EventStream:
         while True:
             await self._filled.wait()
             self._filled.clear()
-            if isinstance(self._end, OctavoError):
-                raise self._end
+            completed = self._completed  # what is written before it is taken below
+            if self._error is not None:
+                raise self._error
             for event in self._take():
                 yield event
-            if self._end is not None and not (self._text or self._token_ids or self._prompt_logprobs):
-                break
-        if isinstance(self._end, OctavoError):
-            raise self._end
-        for event in self._end:
-            yield event
+            if self._error is not None:
+                raise self._error
+            if completed is not None:
+                yield completed
+                return
 
     def _take(self) -> list[Event]:
         events: list[Event] = []
@@ -123,9 +164,6 @@ class EventStream:
             events.append(PromptLogprobs(self._prompt_offset, tuple(self._prompt_logprobs)))
             self._prompt_offset += len(self._prompt_logprobs)
             self._prompt_logprobs = []
-        if self._text or self._token_ids:
-            text, token_ids, logprobs = "".join(self._text), tuple(self._token_ids), tuple(self._logprobs)
-            events.append(Delta(self._num_carried, text, token_ids, logprobs))
-            self._num_carried += len(self._token_ids)
-            self._text, self._token_ids, self._logprobs = [], [], []
+        if not self._is_ranked:
+            events += [event for index, channel in enumerate(self._channels) for event in channel.take(index)]
         return events

@@ -33,6 +33,7 @@ class RequestLimits:
     max_stop_strings: int
     max_stop_string_bytes: int
     max_stop_token_ids: int
+    max_choices: int = 16
 
 
 class _Violations(list[FieldViolation]):
@@ -59,6 +60,7 @@ def validate(raw: RawRequest, model: Model, limits: RequestLimits, new_request_i
     _check_prompt(raw, model, wrong)
     _check_sampling(raw, wrong)
     _check_logit_rules(raw, model, wrong)
+    _check_choices(raw, limits, wrong)
     _check_stopping(raw, model, limits, wrong)
     _check_output(raw, wrong)
     if wrong:
@@ -175,6 +177,14 @@ def _check_allowed(raw: RawRequest, model: Model, wrong: _Violations) -> None:
     _check_ids(field, raw.allowed_token_ids, model.vocabulary_size, wrong)
 
 
+def _check_choices(raw: RawRequest, limits: RequestLimits, wrong: _Violations) -> None:
+    n, most = 1 if raw.n is None else raw.n, limits.max_choices
+    wrong.check(1 <= n <= most, "sampling.n", f"is {n}; allowed is 1 to {most}")
+    if raw.best_of is not None:
+        message = f"is {raw.best_of}; allowed is sampling.n, {n}, to {most}"
+        wrong.check(n <= raw.best_of <= most, "sampling.best_of", message)
+
+
 def _check_stopping(raw: RawRequest, model: Model, limits: RequestLimits, wrong: _Violations) -> None:
     if raw.max_tokens is not None:
         field, allowed = "stopping.max_tokens", "allowed is 1 and more, or unset: as far as context and pool reach"
@@ -239,6 +249,8 @@ def _checked(raw: RawRequest, request_id: str, model: Model) -> CheckedRequest:
         logit_bias=tuple(sorted(raw.logit_bias.items())),
         allowed_token_ids=tuple(sorted(set(raw.allowed_token_ids))),
         bad_words=tuple(raw.bad_words),
+        n=raw.n or 1,
+        num_choices=raw.best_of or raw.n or 1,
     )
     stopping = Stopping(
         max_tokens=raw.max_tokens,

@@ -8,6 +8,7 @@ proves that the blocks it reads hold exactly the row's own history.
 import asyncio
 import os
 import time
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +33,7 @@ CHAT_TEMPLATE = (
 
 # Candidates for the next token of a history, the best first.
 Script = Callable[[tuple[int, ...]], Sequence[int]]
-Places = dict[tuple[int, int], int]  # (block, place in it) -> hash of the history up to there
+Places = dict[tuple[int, int], int | None]  # (block, place in it) -> hash of the history up to there
 
 
 def counting(history: tuple[int, ...]) -> Sequence[int]:
@@ -93,6 +94,7 @@ class _Row:
     num_computed: int
     block_ids: list[int]
     sampling: executor_pb2.RowSampling
+    num_samples: int = 1
 
 
 class StepRefusedError(Exception):
@@ -131,6 +133,7 @@ class FakeExecutor:
     max_steps_in_flight: int = 2
     listen: str = "127.0.0.1:0"
     eos_token_ids: tuple[int, ...] = (EOS,)
+    draws: bool = False  # whether rows with a temperature draw among the candidates
     arena: Places = field(default_factory=dict)
     hooks: Hooks = field(default_factory=Hooks)
     steps: list[executor_pb2.Step] = field(default_factory=list)  # that were applied
@@ -288,11 +291,14 @@ class FakeExecutor:
             assert start.num_computed_tokens < len(start.token_ids), "nothing to compute"
             tables = list(start.tables[0].block_ids)
             row = _Row(list(start.token_ids), start.num_computed_tokens, tables, start.sampling)
+            row.num_samples = max(1, start.sampling.num_samples)
             self.rows[start.slot] = row
         for extension in step.extensions:
             new_blocks = iter(extension.block_ids)
             for slot, count in zip(extension.slots, extension.counts, strict=True):
                 self.rows[slot].block_ids += [next(new_blocks) for _ in range(count)]
+        self._copy(step)
+        self._check_writes(step)
         result = executor_pb2.StepResult(step_id=step.step_id)
         assert sum(step.num_tokens) <= self.max_tokens_per_step, "over the budget"
         assert len(set(step.slots)) == len(step.slots), "a row runs twice"
@@ -316,6 +322,22 @@ class FakeExecutor:
                 _add_logprob(result.sampled_logprobs, index, row, len(row.tokens) - 1)
         return result
 
+    def _copy(self, step: executor_pb2.Step) -> None:
+        """All sources are read before any target is written."""
+        pairs = list(zip(step.copy_sources, step.copy_targets, strict=True))
+        content = [[self.arena.get((source, place)) for place in range(BLOCK_SIZE)] for source, _ in pairs]
+        for (_, target), found in zip(pairs, content, strict=True):
+            for place in range(BLOCK_SIZE):
+                self.arena[target, place] = found[place]
+
+    def _check_writes(self, step: executor_pb2.Step) -> None:
+        written: set[int] = set()
+        for slot, start, count in zip(step.slots, step.start_positions, step.num_tokens, strict=True):
+            places = range(start // BLOCK_SIZE, (start + count - 1) // BLOCK_SIZE + 1)
+            blocks = {self.rows[slot].block_ids[place] for place in places}
+            assert not written & blocks, "two rows write into one block"
+            written |= blocks
+
     def _compute(self, row: _Row, num_tokens: int) -> None:
         """Write places, after proof that all places before hold this very history."""
         end = row.num_computed + num_tokens
@@ -334,9 +356,19 @@ class FakeExecutor:
             return []
         is_suppressing = len(row.tokens) < row.sampling.suppress_until
         suppressed = set(row.sampling.suppressed_token_ids) if is_suppressing else set()
-        token = next(token for token in self.script(tuple(row.tokens)) if token not in suppressed)
-        row.tokens.append(token)
-        return [token]
+        candidates = [token for token in self.script(tuple(row.tokens)) if token not in suppressed]
+        first = row.sampling.choice_index
+        sampled = [self._draw(candidates, row, choice) for choice in range(first, first + row.num_samples)]
+        row.tokens.append(sampled[0])
+        row.num_samples = 1
+        return sampled
+
+    def _draw(self, candidates: Sequence[int], row: _Row, choice: int) -> int:
+        """The best, or, where the test wants draws, any candidate: by seed, choice and position alone."""
+        if not (self.draws and row.sampling.temperature):
+            return candidates[0]
+        word = f"{row.sampling.seed} {choice} {len(row.tokens)}".encode()
+        return candidates[zlib.crc32(word) % len(candidates)]
 
     @staticmethod
     def _place(row: _Row, position: int) -> tuple[int, int]:

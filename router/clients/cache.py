@@ -18,7 +18,19 @@ from octavo.rpc import error_of, error_of_call, open_channel
 from octavo.v1 import cache_pb2, cache_pb2_grpc
 from router.ids import BlockId, SessionKey, StepId
 from router.model import Model
-from router.outbox import Allocated, Allocation, Batch, Commit, Extended, Extension, Outbox, Release, Replies
+from router.outbox import (
+    Allocated,
+    Allocation,
+    Batch,
+    Commit,
+    Extended,
+    Extension,
+    Fork,
+    Forked,
+    Outbox,
+    Release,
+    Replies,
+)
 
 log = logging.getLogger(__name__)
 
@@ -145,6 +157,7 @@ class LeaseMutations:
             Allocation: self._allocate,
             Extension: self._extend,
             Commit: self._commit,
+            Fork: self._fork,
             Release: self._release,
         }[type(batch[0])]
         await cast(Callable[[cache_pb2.LeaseHeader, Batch], Awaitable[None]], send)(header, batch)
@@ -184,6 +197,20 @@ class LeaseMutations:
         request = cache_pb2.CommitBlocksRequest(header=header, commits=map(_commit_message, batch))
         response = await self._until_answered(self._stub.CommitBlocks, request)
         _log_refusals("commit", batch, response.statuses)
+
+    async def _fork(self, header: cache_pb2.LeaseHeader, batch: list[Fork]) -> None:
+        request = cache_pb2.ForkSequencesRequest(header=header)
+        for fork in batch:
+            request.forks.add(
+                parent_sequence_id=fork.parent_id,
+                child_sequence_ids=fork.child_ids,
+                commit=_commit_message(fork.commit),
+            )
+        response = await _until_answered(self._stub.ForkSequences, request)
+        for fork, forked in zip(batch, response.forks, strict=True):
+            tables = tuple(tuple(map(BlockId, table.block_ids)) for table in forked.child_tables)
+            copies = zip(map(BlockId, forked.copy_sources), map(BlockId, forked.copy_targets), strict=True)
+            self._replies.on_forked(fork, Forked(tables, tuple(copies), _item_error(forked.status)))
 
     async def _release(self, header: cache_pb2.LeaseHeader, batch: list[Release]) -> None:
         request = cache_pb2.ReleaseSequencesRequest(header=header)

@@ -8,10 +8,7 @@ from router.raw import RawRequest
 from router.request import Chat, ChatMessage
 
 # Unset, or one of these values, asks for nothing.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "sampling.n": (1,),
-    "sampling.best_of": (1,),
-}
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {}
 
 
 def read_request(message: inference_pb2.GenerateRequest | inference_pb2.GenerateStreamRequest) -> RawRequest:
@@ -34,6 +31,8 @@ def read_request(message: inference_pb2.GenerateRequest | inference_pb2.Generate
         logit_bias=sampling.logit_bias,
         allowed_token_ids=sampling.allowed_token_ids,
         bad_words=sampling.bad_words,
+        n=_optional(sampling, "n"),
+        best_of=_optional(sampling, "best_of"),
         max_tokens=_optional(stopping, "max_tokens"),
         min_tokens=_optional(stopping, "min_tokens"),
         stop=stopping.stop,
@@ -86,10 +85,7 @@ def _ids(message: Any) -> dict[str, Sequence[int]]:
 def _unsupported(message: Any) -> list[str]:
     """Paths of what is set, not neutral, and not supported."""
     found = []
-    for path, neutral in _NEUTRAL.items():
-        group, _, field = path.partition(".")
-        value = _optional(getattr(message, group), field)
-        if value is not None and value not in neutral:
+    if value is not None and value not in neutral:
             found.append(path)
     if message.sampling.HasField("beam"):
         found.append("sampling.beam")

@@ -54,7 +54,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._serving = serving
         self._config = config
         self._observer = observer
-        self._limits = RequestLimits(config.max_stop_strings, config.max_stop_string_bytes, config.max_stop_token_ids)
+        self._limits = RequestLimits(
+            config.max_stop_strings, config.max_stop_string_bytes, config.max_stop_token_ids, config.max_choices
+        )
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Registers the service with a server that has not started."""
@@ -64,7 +66,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """The whole answer."""
         async with self._live(request, context) as (backend, live):
             with_ids = reading.wants_token_ids(request.output)
-            answer = writing.UnaryAnswer(backend.model.name, with_token_ids=with_ids)
+            answer = writing.UnaryAnswer(backend.model.name, live.checked.sampling.n, with_token_ids=with_ids)
             async for event in live.stream:
                 answer.add(event)
             return answer.message()
@@ -162,6 +164,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 max_logit_biases=validation.MAX_LOGIT_BIASES,
                 max_bad_words=validation.MAX_BAD_WORDS,
                 max_bad_word_bytes=validation.MAX_BAD_WORD_BYTES,
+                max_choices=config.max_choices,
             ),
         )
 

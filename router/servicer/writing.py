@@ -23,6 +23,7 @@ def stream_response(
     elif isinstance(event, Delta):
         if not (event.text or event.logprobs or with_token_ids):
             return None
+        response.delta.index = event.index
         response.delta.token_offset = event.token_offset
         response.delta.text = event.text
         response.delta.token_ids.extend(event.token_ids if with_token_ids else ())
@@ -31,6 +32,7 @@ def stream_response(
         response.prompt_logprobs.token_offset = event.token_offset
         response.prompt_logprobs.logprobs.extend(map(_logprob_message, event.logprobs))
     elif isinstance(event, Finished):
+        response.finished.index = event.index
         response.finished.reason = _reason(event.reason)
         response.finished.matched_stop = event.matched_stop
     else:
@@ -42,10 +44,11 @@ def stream_response(
 class UnaryAnswer:
     """Gathers the events of a request into one message: the same bytes that a stream would have carried."""
 
-    def __init__(self, model_name: str, *, with_token_ids: bool) -> None:
+    def __init__(self, model_name: str, num_choices: int, *, with_token_ids: bool) -> None:
         self._response = inference_pb2.GenerateResponse(model=model_name)
-        self._choice = self._response.choices.add()
-        self._texts: list[str] = []
+        self._texts: list[list[str]] = [[] for _ in range(num_choices)]
+        for index in range(num_choices):
+            self._response.choices.add(index=index)
         self._with_token_ids = with_token_ids
 
     def add(self, event: Event) -> None:
@@ -54,21 +57,24 @@ class UnaryAnswer:
             self._response.request_id = event.request_id
             self._response.effective_seed = event.seed
         elif isinstance(event, Delta):
-            self._texts.append(event.text)
-            self._choice.token_ids.extend(event.token_ids if self._with_token_ids else ())
-            self._choice.logprobs.extend(map(_logprob_message, event.logprobs))
+            choice = self._response.choices[event.index]
+            self._texts[event.index].append(event.text)
+            choice.token_ids.extend(event.token_ids if self._with_token_ids else ())
+            choice.logprobs.extend(map(_logprob_message, event.logprobs))
         elif isinstance(event, PromptLogprobs):
             self._response.prompt_logprobs.extend(map(_logprob_message, event.logprobs))
         elif isinstance(event, Finished):
-            self._choice.finish_reason = _reason(event.reason)
-            self._choice.matched_stop = event.matched_stop
+            choice = self._response.choices[event.index]
+            choice.finish_reason = _reason(event.reason)
+            choice.matched_stop = event.matched_stop
         elif isinstance(event, Completed):
             self._response.usage.CopyFrom(usage_message(event.usage))
             self._response.timing.CopyFrom(timing_message(event.timing))
 
     def message(self) -> inference_pb2.GenerateResponse:
         """The whole answer, after the last event."""
-        self._choice.text = "".join(self._texts)
+        for choice, texts in zip(self._response.choices, self._texts, strict=True):
+            choice.text = "".join(texts)
         return self._response
 
 

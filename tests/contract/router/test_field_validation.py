@@ -82,6 +82,8 @@ async def test_nan_and_infinities_in_every_float_field(source: str) -> None:
         ("sampling.repetition_penalty", [-1.0, 0.0, 2.1], [1e-30, 1.0, 2.0]),
         ("sampling.bad_words", [["x"] * 65], [["x"] * 64, []]),
         ("output.top_logprobs", [1, 21, 2**32 - 1], [0]),
+        ("sampling.n", [0, 17, 10**6], [1, 2, 16]),
+        ("sampling.best_of", [0, 17, 10**6], [1, 2, 16]),
         ("stopping.max_tokens", [0, -1, -(2**31)], [1]),
         ("stopping.min_tokens", [-1, 4], [0, 3]),
     ],
@@ -142,10 +144,6 @@ async def test_sizes_of_lists_and_strings(source: str) -> None:
 @pytest.mark.parametrize(
     ("field", "fields"),
     [
-        ("sampling.n", {"sampling": {"n": 2}}),
-        ("sampling.n", {"sampling": {"n": 0}}),
-        ("sampling.n", {"sampling": {"n": 10**6}}),
-        ("sampling.best_of", {"sampling": {"best_of": 3}}),
         ("sampling.beam", {"sampling": {"beam": {"width": 4}}}),
         ("constraint", {"constraint": {"regex": "a+"}}),
         ("adapter", {"adapter": "lora"}),

@@ -24,7 +24,7 @@ def submit(engine: Engine, request_id: str) -> None:
     checked = validate(raw, MODEL, RequestLimits(4, 16, 4), "unused")
     detokenizer = Detokenizer(lambda ids: "x" * len(ids), (1, 2, 3), can_split_prompt=True)
     answer = AnswerText(detokenizer, StopScanner((), include_stop=False), min_tokens=0)
-    engine.submit(engine.reserve(checked), RequestSpec(checked, (1, 2, 3), 4, FinishReason.MAX_TOKENS), answer)
+    engine.submit(engine.reserve(checked), RequestSpec(checked, (1, 2, 3), 4, FinishReason.MAX_TOKENS), [answer])
 
 
 def refuse_all(engine: Engine, outbox: Outbox) -> list[Allocation]:
