@@ -54,6 +54,7 @@ class Batch:
     input_ids: Tensor  # [num_tokens] int64
     positions: Tensor  # [num_tokens] int64
     attention: AttentionBatch
+    # A row that draws several tokens is as many sampling rows, behind each other.
     logits_tokens: Tensor  # [num_sampling] int64, sampling row -> its last token in the batch
     sampling: SamplingBatch
     adjustments: Adjustments | None  # None: no sampling row has rules
@@ -78,8 +79,8 @@ def pack_batch(table: SlotTable, slots: Ints, starts: Ints, counts: Ints, block_
     positions = ranges(starts, counts)
     ends = starts + counts
     query_ends = np.cumsum(counts)
-    samples = sampling_rows(table, slots, starts, counts)
-    sampled = slots[samples]
+    sampling = sampling_rows(table, slots, starts, counts)
+    sampled = slots[sampling]
     return Batch(
         input_ids=torch.from_numpy(table.history[token_slots, positions].astype(np.int64)),
         positions=torch.from_numpy(positions),
@@ -90,7 +91,7 @@ def pack_batch(table: SlotTable, slots: Ints, starts: Ints, counts: Ints, block_
             write_blocks=torch.from_numpy(table.tables[token_slots, positions // block_size].astype(np.int64)),
             write_offsets=torch.from_numpy(positions % block_size),
         ),
-        logits_tokens=torch.from_numpy(query_ends[samples] - 1),
+        logits_tokens=torch.from_numpy(query_ends[sampling] - 1),
         sampling=_pack_sampling(table, sampled),
         adjustments=_pack_rules(table, sampled),
         sample_scores=_pack_sample_scores(table, sampled),
@@ -98,9 +99,14 @@ def pack_batch(table: SlotTable, slots: Ints, starts: Ints, counts: Ints, block_
     )
 
 
-def sampling_rows(table: SlotTable, slots: Ints, starts: Ints, counts: Ints) -> np.ndarray:
-    """Which rows sample in this step: those whose last known token is computed. [num_rows] bool"""
-    return starts + counts == table.rows["length"][slots]
+def sampling_rows(table: SlotTable, slots: Ints, starts: Ints, counts: Ints) -> Ints:
+    """The rows that sample in this step, those whose last known token is computed: once for each token they draw.
+
+    Returns:
+        [num_sampling], sampling row -> row; ascending.
+    """
+    rows = np.flatnonzero(starts + counts == table.rows["length"][slots])
+    return np.repeat(rows, table.rows["num_samples"][slots[rows]])
 
 
 def _packed_tables(table: SlotTable, slots: Ints, ends: Ints, block_size: int) -> np.ndarray:
@@ -112,6 +118,9 @@ def _packed_tables(table: SlotTable, slots: Ints, ends: Ints, block_size: int) -
 
 def _pack_sampling(table: SlotTable, slots: Ints) -> SamplingBatch:
     rows = table.rows[slots]
+    is_first = np.diff(slots, prepend=-1) != 0
+    order = np.arange(len(slots))
+    nth = order - np.maximum.accumulate(np.where(is_first, order, 0))  # which of its row's draws
     return SamplingBatch(
         temperature=torch.from_numpy(rows["temperature"].copy()),
         top_k=torch.from_numpy(rows["top_k"].copy()),
@@ -119,7 +128,7 @@ def _pack_sampling(table: SlotTable, slots: Ints) -> SamplingBatch:
         min_p=torch.from_numpy(rows["min_p"].copy()),
         seed=torch.from_numpy(rows["seed"].astype(np.int64)),
         position=torch.from_numpy(rows["length"].copy()),
-        choice_index=torch.from_numpy(rows["choice_index"].copy()),
+        choice_index=torch.from_numpy(rows["choice_index"] + nth),
     )
 
 

@@ -137,6 +137,7 @@ def _sampling_of(message: pb.RowSampling) -> RowSampling:
         min_p=message.min_p,
         seed=message.seed,
         choice_index=message.choice_index,
+        num_samples=message.num_samples,
         suppressed_token_ids=_ints(message.suppressed_token_ids),
         suppress_until=message.suppress_until,
         num_prompt_tokens=message.num_prompt_tokens,

@@ -90,16 +90,17 @@ class Session:
         try:
             live = ~self._table.rows["failed"][step.slots]  # [num_rows]
             slots, starts, counts = step.slots[live], step.start_positions[live], step.num_tokens[live]
-            samples = sampling_rows(self._table, slots, starts, counts)
+            sampling = sampling_rows(self._table, slots, starts, counts)
             output = self._runner.run(step.copy_sources, step.copy_targets, self._pack(slots, starts, counts))
         except BaseException:
             self._table.restore(before)
             raise
         self._table.advance(slots, counts)
-        sampled = slots[samples]
-        self._table.append(sampled[output.finite], output.token_ids[output.finite])
+        sampled = slots[sampling]
+        first = output.finite & (np.diff(sampling, prepend=-1) > 0)  # the row itself goes on with its first draw
+        self._table.append(sampled[first], output.token_ids[first])
         self._table.fail(sampled[~output.finite])
-        return self._result(step, np.flatnonzero(live), samples, output)
+        return self._result(step, np.flatnonzero(live), sampling, output)
 
     def _check(self, step: Step) -> None:
         held = sum(stored > step.acknowledged_step for stored in self._results)
@@ -117,11 +118,10 @@ class Session:
         check_writes(written_blocks(slots, starts, counts, self._table, self._limits.block_size))
         return pack_batch(self._table, slots, starts, counts, self._limits.block_size)
 
-    def _result(self, step: Step, rows: Ints, samples: Bools, output: StepOutput) -> StepResult:
-        """rows: [num_live] -> row of the step; samples: [num_live], those that sampled."""
-        sampling = rows[samples]  # [num_sampling] -> row of the step
-        num_sampled = np.zeros(len(step.slots), dtype=np.int64)
-        num_sampled[sampling[output.finite]] = 1
+    def _result(self, step: Step, rows: Ints, draws: Ints, output: StepOutput) -> StepResult:
+        """rows: [num_live] -> row of the step; draws: [num_sampling] -> live row."""
+        sampling = rows[draws]  # [num_sampling] -> row of the step
+        num_sampled = np.bincount(sampling[output.finite], minlength=len(step.slots))
         failed = np.flatnonzero(self._table.rows["failed"][step.slots])
         failures = tuple(
             RowFailure(row, LOGITS_NOT_FINITE, f"slot {step.slots[row]}: its logits hold NaN or infinity")

@@ -27,6 +27,7 @@ ROW = np.dtype([
     ("min_p", np.float32),
     ("seed", np.uint64),
     ("choice_index", np.int64),
+    ("num_samples", np.int64),      # tokens drawn when the row samples next
     ("num_top", np.int64),          # alternatives of sampled tokens; -1: no log-probabilities
     ("num_prompt_top", np.int64),   # alternatives of prompt tokens
     ("score_from", np.int64),       # tokens of the history in [from, until) are scored
@@ -99,12 +100,13 @@ class SlotTable:
         self.rows["computed"][slots] += num_tokens
 
     def append(self, slots: Ints, token_ids: Ints) -> None:
-        """Append one sampled token to each of some distinct rows."""
+        """Append one sampled token to each of some distinct rows, which draw one at a time from now on."""
         lengths = self.rows["length"][slots]
         if lengths.size:
             self._reserve_tokens(int(lengths.max()) + 1)
         self.history[slots, lengths] = token_ids
         self.rows["length"][slots] = lengths + 1
+        self.rows["num_samples"][slots] = 1
         if self.rules:
             for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
                 if slot in self.rules:
@@ -130,6 +132,7 @@ class SlotTable:
         row["temperature"], row["top_k"] = sampling.temperature, sampling.top_k
         row["top_p"], row["min_p"] = sampling.top_p, sampling.min_p
         row["seed"], row["choice_index"] = sampling.seed, sampling.choice_index
+        row["num_samples"] = max(1, sampling.num_samples)
         row["num_top"] = sampling.num_top_logprobs if sampling.logprobs else -1
         row["num_prompt_top"] = sampling.num_top_logprobs
         row["score_from"], row["score_until"] = sampling.prompt_logprobs_from, sampling.prompt_logprobs_until

@@ -35,6 +35,7 @@ class RowSampling:
     min_p: float = 0.0  # 0: off
     seed: int = 0  # unsigned, 64 bits
     choice_index: int = 0
+    num_samples: int = 0  # tokens drawn the first time, for choices from choice_index on; 0 and 1: one
     suppressed_token_ids: Ints = field(default_factory=lambda: NO_INTS)  # [num_suppressed]
     suppress_until: int = 0  # history length in tokens from which those ids may be sampled
     num_prompt_tokens: int = 0  # of the history; the rest counts as generated

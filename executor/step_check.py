@@ -108,6 +108,10 @@ def _check_start(start: RowStart, rows: _Rows, limits: StepLimits) -> None:
             f"{where}.num_computed_tokens: {start.num_computed_tokens} do not lie in {len(block_ids)} blocks "
             f"of {limits.block_size}"
         )
+    if start.sampling.num_samples > len(rows.occupied):
+        raise invalid_step(
+            f"{where}.sampling.num_samples: {start.sampling.num_samples}; at most {len(rows.occupied)}, one a slot"
+        )
     check_sampling(f"{where}.sampling", start.sampling, len(start.token_ids), limits.vocabulary_size)
     rows.occupied[start.slot], rows.failed[start.slot] = True, False
     rows.length[start.slot], rows.computed[start.slot] = len(start.token_ids), start.num_computed_tokens

@@ -58,6 +58,11 @@ def telling(token_ids: Sequence[int], then: int = EOS) -> Script:
     return script
 
 
+def draw(candidates: Sequence[int], seed: int, choice: int, position: int) -> int:
+    """One of the candidates: a pure function, as the real noise is."""
+    return candidates[zlib.crc32(f"{seed} {choice} {position}".encode()) % len(candidates)]
+
+
 # ------------------------------------------------------------------------------------------------------------ tokenizer
 
 
@@ -310,7 +315,7 @@ class FakeExecutor:
             asked = row.sampling
             for position in range(first + 1, row.num_computed + 1):
                 if asked.prompt_logprobs_from <= position < asked.prompt_logprobs_until:
-                    _add_logprob(result.prompt_logprobs, index, row, position)
+                    _add_logprob(result.prompt_logprobs, index, row, position, row.tokens[position])
             if self.hooks.fail_rows(row):
                 result.num_sampled.append(0)
                 result.failures.add(row=index, reason="LOGITS_NOT_FINITE", message="logits are not finite")
@@ -318,8 +323,9 @@ class FakeExecutor:
             sampled = self._sample(row)
             result.num_sampled.append(len(sampled))
             result.token_ids.extend(sampled)
-            if asked.logprobs and sampled:
-                _add_logprob(result.sampled_logprobs, index, row, len(row.tokens) - 1)
+            if asked.logprobs:
+                for token in sampled:
+                    _add_logprob(result.sampled_logprobs, index, row, len(row.tokens) - 1, token)
         return result
 
     def _copy(self, step: executor_pb2.Step) -> None:
@@ -367,8 +373,7 @@ class FakeExecutor:
         """The best, or, where the test wants draws, any candidate: by seed, choice and position alone."""
         if not (self.draws and row.sampling.temperature):
             return candidates[0]
-        word = f"{row.sampling.seed} {choice} {len(row.tokens)}".encode()
-        return candidates[zlib.crc32(word) % len(candidates)]
+        return draw(candidates, row.sampling.seed, choice, len(row.tokens))
 
     @staticmethod
     def _place(row: _Row, position: int) -> tuple[int, int]:
@@ -389,8 +394,8 @@ def fake_logprob(token_id: int, position: int) -> float:
     return -token_id / 256 - position
 
 
-def _add_logprob(packed: executor_pb2.Logprobs, index: int, row: _Row, position: int) -> None:
-    token_id, num_top = row.tokens[position], row.sampling.num_top_logprobs
+def _add_logprob(packed: executor_pb2.Logprobs, index: int, row: _Row, position: int, token_id: int) -> None:
+    num_top = row.sampling.num_top_logprobs
     packed.rows.append(index)
     packed.token_ids.append(token_id)
     packed.logprobs.append(fake_logprob(token_id, position))

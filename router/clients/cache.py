@@ -206,7 +206,7 @@ class LeaseMutations:
                 child_sequence_ids=fork.child_ids,
                 commit=_commit_message(fork.commit),
             )
-        response = await _until_answered(self._stub.ForkSequences, request)
+        response = await self._until_answered(self._stub.ForkSequences, request)
         for fork, forked in zip(batch, response.forks, strict=True):
             tables = tuple(tuple(map(BlockId, table.block_ids)) for table in forked.child_tables)
             copies = zip(map(BlockId, forked.copy_sources), map(BlockId, forked.copy_targets), strict=True)

@@ -1,14 +1,11 @@
 """Public messages to our words. Nothing is checked here but that a field is set; checks are in `router.validation`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from octavo.v1 import inference_pb2
 from router.raw import RawRequest
 from router.request import Chat, ChatMessage
-
-# Unset, or one of these values, asks for nothing.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {}
 
 
 def read_request(message: inference_pb2.GenerateRequest | inference_pb2.GenerateStreamRequest) -> RawRequest:
@@ -83,10 +80,8 @@ def _ids(message: Any) -> dict[str, Sequence[int]]:
 
 
 def _unsupported(message: Any) -> list[str]:
-    """Paths of what is set, not neutral, and not supported."""
+    """Paths of what is set and not supported."""
     found = []
-    if value is not None and value not in neutral:
-            found.append(path)
     if message.sampling.HasField("beam"):
         found.append("sampling.beam")
     found += [name for name in ("constraint", "adapter", "time_limit") if message.HasField(name)]

@@ -77,3 +77,39 @@ async def test_a_longer_prompt_hits_what_a_shorter_one_and_its_answer_left(case:
     computed = len(prompt) + 40 - 1  # the last token of an answer has no KV
     assert second.usage.cached_tokens == computed // BLOCK * BLOCK
     Comparison().check(second.choices[0].token_ids, case.oracle.greedy(longer, 8), "second turn")
+
+
+@pytest.mark.parametrize("chunk", [7, 2048])
+async def test_every_greedy_choice_is_the_oracles(case: Case, chunk: int):
+    """n greedy answers are n times the same one: forks share, copy and go on right at every prompt length."""
+    comparison = Comparison()
+    async with running_router(case.engine, max_tokens_per_step=chunk) as client:
+
+        async def check(prompt: list[int]) -> None:
+            answer = await client.generate(
+                prompt, n=2, temperature=0, max_tokens=24, ignore_eos=True, cache_salt=f"choices {chunk}"
+            )
+            assert (answer.usage.prompt_tokens, answer.usage.generated_tokens) == (len(prompt), 48)
+            right = case.oracle.greedy(prompt, 24)
+            for choice in answer.choices:
+                comparison.check(choice.token_ids, right, f"choice {choice.index}, chunk {chunk}, {len(prompt)} tokens")
+
+        await asyncio.gather(*map(check, case.prompts))
+    assert comparison.excused <= 1
+
+
+async def test_seeded_choices_differ_and_come_again(case: Case):
+    """Field failure 24: four answers, the first of them that of n=1, also beside others and from the cache."""
+    async with running_router(case.engine) as client:
+
+        async def ask(n: int, seed: int = 42) -> list[tuple[int, ...]]:
+            answer = await client.generate(
+                case.prompts[5], n=n, seed=seed, temperature=1.0, max_tokens=16, ignore_eos=True
+            )
+            return [tuple(choice.token_ids) for choice in answer.choices]
+
+        four = await ask(4)
+        assert len(set(four)) == 4
+        (single,), again, other = await asyncio.gather(ask(1), ask(4), ask(3, seed=7))
+        assert (single, again) == (four[0], four)
+        assert not set(other) & set(four)

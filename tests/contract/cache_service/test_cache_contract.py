@@ -309,6 +309,37 @@ def test_a_release_refuses_the_commit_of_another_sequence(driver: GrpcDriver) ->
     assert driver.counts().num_sequences == 1
 
 
+def test_a_fork_commits_its_parent_first(driver: GrpcDriver) -> None:
+    """Children get what the commit says is computed; the commit holds also where the fork finds no block."""
+    driver.register("e", 4, B)
+    router = ScriptedRouter(driver)
+    parent, allocated = router.allocate(*range(B + 2))
+    request = cache_pb2.ForkSequencesRequest(header=header_message(router.header()))
+    fork = request.forks.add(parent_sequence_id=parent, child_sequence_ids=[11, 12])
+    fork.commit.sequence_id, fork.commit.num_computed_tokens = parent, B + 2
+    [refused] = driver.call("ForkSequences", request).forks
+    assert refused.status.code == Code.RESOURCE_EXHAUSTED.value
+    assert driver.match(array("I", range(B + 2))) == B, "the parent's full block is findable"
+    request.header.CopyFrom(header_message(router.header()))
+    del fork.child_sequence_ids[1:]
+    [forked] = driver.call("ForkSequences", request).forks
+    table = list(forked.child_tables[0].block_ids)
+    assert table[0] == allocated.block_ids[0]
+    assert (list(forked.copy_sources), list(forked.copy_targets)) == ([allocated.block_ids[1]], table[1:])
+    assert not driver.counts().violations
+
+
+def test_a_fork_refuses_the_commit_of_another_sequence(driver: GrpcDriver) -> None:
+    driver.register("e", 8, B)
+    router = ScriptedRouter(driver)
+    router.allocate(1)
+    request = cache_pb2.ForkSequencesRequest(header=header_message(router.header()))
+    request.forks.add(parent_sequence_id=1, child_sequence_ids=[11]).commit.sequence_id = 2
+    error = refusal_of(driver, "ForkSequences", request)
+    assert error.violations[0].field == "forks[0].commit.sequence_id"
+    assert driver.counts().num_sequences == 1
+
+
 def test_a_match_is_a_hint_that_changes_nothing(driver: GrpcDriver) -> None:
     driver.register("e", 8, B)
     ScriptedRouter(driver).compute(*range(2 * B))

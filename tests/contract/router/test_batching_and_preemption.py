@@ -185,6 +185,7 @@ async def test_a_prefix_is_found_again_and_a_salt_or_a_bypass_hides_it(source: s
 async def test_decodes_go_on_beside_a_long_prefill(source: str) -> None:
     """Chunked prefill fills what decodes leave: no step without the decode, once it decodes."""
     async with running_stack(source, config={"max_tokens_per_step": 4}) as stack:
+        stack.executor.hooks.before_step = compute
         await asyncio.gather(
             stack.generate("a", stopping={"max_tokens": 30}), stack.generate("b" * 60, stopping={"max_tokens": 1})
         )

@@ -357,6 +357,7 @@ async def test_every_field_of_a_row_arrives():
             min_p=0.125,
             seed=2**64 - 3,
             choice_index=4,
+            num_samples=1,
             suppressed_token_ids=[8],
             suppress_until=50,
             num_prompt_tokens=1,
@@ -378,11 +379,7 @@ async def test_every_field_of_a_row_arrives():
         await edge.stub.ExecuteStep(pb.ExecuteStepRequest(open=open_request().open, step=request))
         batch = edge.runner.batches[0]
     found = batch.sampling
-    assert not [
-        name
-        for name in pb.RowSampling.DESCRIPTOR.fields_by_name
-        if name != "num_samples" and not getattr(sampling, name)
-    ]
+    assert not [name for name in pb.RowSampling.DESCRIPTOR.fields_by_name if not getattr(sampling, name)]
     assert (found.temperature.item(), found.top_k.item(), found.top_p.item()) == (0.5, 7, 0.25)
     assert (found.min_p.item(), found.seed.item(), found.choice_index.item()) == (0.125, -3, 4)
     rules = batch.adjustments

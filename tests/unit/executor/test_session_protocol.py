@@ -390,3 +390,38 @@ def test_random_steps_agree_with_a_plain_model_of_rows():
         assert outcome.token_ids.tolist() == expected
         rows, free, step_id = after, set(range(1, 32)) - {b for e in after.values() for b in e["blocks"]}, step_id + 1
         assert session.num_rows == len(rows)
+
+
+def test_a_row_draws_several_tokens_when_it_first_samples():
+    """For n answers: one token for each choice from the same logits, and then one at a time, beside other rows."""
+    runner = ScriptedRunner(lambda batch: 10 + batch.sampling.choice_index.numpy())
+    session = scripted_session(runner)
+    several = RowSampling(temperature=1.0, choice_index=2, num_samples=3)
+    rows = (row(0, [1, 2, 3], [1]), row(1, [4, 5, 6], [2], sampling=several))
+    first = session.process(step(1, [(0, 0, 3), (1, 0, 2)], started_rows=rows))
+    assert (first.num_sampled.tolist(), first.token_ids.tolist()) == ([1, 0], [10])
+    second = session.process(step(2, [(1, 2, 1), (0, 3, 1)]))
+    assert (second.num_sampled.tolist(), second.token_ids.tolist()) == ([3, 1], [12, 13, 14, 10])
+    assert runner.batches[1].logits_tokens.tolist() == [0, 0, 0, 1]
+    assert runner.batches[1].sampling.choice_index.tolist() == [2, 3, 4, 0]
+    third = session.process(step(3, [(1, 3, 1)]))
+    assert (third.num_sampled.tolist(), third.token_ids.tolist()) == ([1], [12])
+    assert runner.batches[2].input_ids.tolist() == [12], "its own history went on with its first draw"
+
+
+def test_a_row_of_several_draws_whose_logits_are_not_finite_gives_none():
+    runner = ScriptedRunner()
+    session = scripted_session(runner)
+    runner.not_finite = {0, 1}
+    several = RowSampling(num_samples=2)
+    outcome = session.process(step(1, [(0, 0, 2)], started_rows=(row(0, [1, 2], [1], sampling=several),)))
+    assert (outcome.num_sampled.tolist(), outcome.token_ids.tolist()) == ([0], [])
+    assert [failure.row for failure in outcome.failures] == [0]
+
+
+def test_more_draws_than_slots_are_refused():
+    session = scripted_session(max_rows=4)
+    for num_samples, reason in ((5, "INVALID_STEP"), (4, None)):
+        started = (row(0, [1, 2], [1], sampling=RowSampling(num_samples=num_samples)),)
+        outcome = session.process(step(1, [(0, 0, 2)], started_rows=started))
+        assert getattr(outcome, "reason", None) == reason

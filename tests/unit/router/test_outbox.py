@@ -1,7 +1,7 @@
 """What waits for the cache service: merged, in an order that is right for each sequence, and fair between kinds."""
 
 from router.ids import SequenceId, SessionKey, StepId
-from router.outbox import Allocation, Commit, Extension, Outbox, Release
+from router.outbox import Allocation, Commit, Extension, Fork, Outbox, Release
 
 ONE, TWO = SequenceId(1), SequenceId(2)
 SESSION = SessionKey("executor", 1, 1)
@@ -97,3 +97,21 @@ def test_on_a_lost_lease_nothing_that_waited_is_sent() -> None:
     outbox.clear()
     assert outbox.take() is None
     assert not outbox.acknowledged
+
+
+def test_a_fork_goes_first_and_takes_the_commit_of_its_parent_along() -> None:
+    """What the parent computes behind it is not the children's; a release of a child comes after it."""
+    outbox = Outbox()
+    outbox.extend(Extension(TWO, 1, 2, 2))
+    outbox.commit(Commit(ONE, 4, 2, (30, 40)))
+    outbox.fork(Fork(ONE, (SequenceId(3), SequenceId(4)), Commit(ONE, 6, 4, ())))
+    outbox.commit(Commit(ONE, 8, 6, (70, 80)))
+    outbox.release(release(SequenceId(3)))
+    outbox.release(release(ONE))
+    taken = take_all(outbox)
+    assert taken[0] == Fork(ONE, (SequenceId(3), SequenceId(4)), Commit(ONE, 6, 2, (30, 40)))
+    assert set(taken[1:]) == {
+        Extension(TWO, 1, 2, 2),
+        release(SequenceId(3)),
+        release(ONE, Commit(ONE, 8, 6, (70, 80))),
+    }
