@@ -17,6 +17,8 @@ from octavo import guard
 
 TAIL_LINES = 20
 _LAST_OUTPUT_TIMEOUT_S = 1.0
+_BETWEEN_SIGNALS_S = 0.2  # two that come together count as one
+_PUT_AWAY_S = 1.0
 _MAX_LINE_BYTES = 64 * 1024
 
 
@@ -125,6 +127,14 @@ class Child:
             self._write_line(f"did not end within {self.spec.stop_grace_s:g} s of SIGTERM: killed")
             self.kill()
             await self.wait()
+
+    async def end_at_once(self) -> None:
+        """Without waiting for what runs: SIGTERM twice, on which a process of ours still puts away the memory and the
+        sockets that it owns, then SIGKILL."""
+        for pause_s in (_BETWEEN_SIGNALS_S, _PUT_AWAY_S):
+            self.signal(signal.SIGTERM)
+            await asyncio.sleep(pause_s)
+        self.kill()
 
     def kill(self) -> None:
         """SIGKILL, to whatever it started too."""

@@ -52,17 +52,16 @@ class Supervisor:
         self._is_serving = is_serving
         self._say = say
         self._stop_requested = asyncio.Event()
+        self._ending: list[asyncio.Future[None]] = []
 
     def request_stop(self) -> None:
-        """The first time: stop in order. Again: kill everything at once."""
+        """The first time: stop in order. Again: end everything at once. Called in the event loop."""
         if not self._stop_requested.is_set():
-            self._say("stopping; once more to kill")
+            self._say("stopping; once more to end at once")
             self._stop_requested.set()
-            return
-        self._say("killing every process")
-        for stage in self._stages:
-            for child in stage:
-                child.kill()
+        elif not self._ending:
+            self._say("ending every process at once")
+            self._ending = [asyncio.ensure_future(child.end_at_once()) for stage in self._stages for child in stage]
 
     async def run(self, on_ready: Callable[[], Awaitable[None]]) -> int:
         """Start everything, call `on_ready`, keep it running, stop it.

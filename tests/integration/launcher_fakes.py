@@ -20,8 +20,12 @@ def note(what):
         file.write(f"{name} {what} {os.getpid()}\\n")
 def end(number, frame):
     note("term")
-    if mode != "stubborn":
+    terms.append(number)
+    if mode == "busy" and len(terms) == 2:
+        note("tidied")
+    if mode == "busy" and len(terms) == 2 or mode not in ("busy", "stubborn"):
         sys.exit(0)
+terms = []
 signal.signal(signal.SIGTERM, end)
 note("start")
 print("first words of", name, flush=True)

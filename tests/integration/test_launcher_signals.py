@@ -84,6 +84,18 @@ def test_second_signal_kills(launch, tmp_path):
     assert not running(pids_of(tmp_path).values())
 
 
+def test_second_signal_lets_children_put_away_what_they_own(launch, tmp_path):
+    """Field failure 37: a cache service that has heard nothing yet hears both signals, and unlinks its memory."""
+    process = launch("cache:busy", "router:stubborn")
+    process.send_signal(signal.SIGTERM)
+    wait_until(lambda: "router term" in events_of(tmp_path))
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert [event for event in events_of(tmp_path) if event.startswith("cache")][2:] == [
+        *("cache term", "cache term", "cache tidied"),
+    ]
+
+
 def test_children_end_when_the_launcher_is_killed(launch, tmp_path):
     """Field failure 38: SIGKILL of the launcher leaves no process behind."""
     process = launch("cache", "executor", "router")

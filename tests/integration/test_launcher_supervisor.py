@@ -107,7 +107,7 @@ async def test_child_that_keeps_dying_is_given_up(tmp_path):
     assert events_of(tmp_path)[-1] == "cache term"
 
 
-async def test_death_of_the_cache_service_ends_everything(tmp_path):
+async def test_death_of_a_child_without_restarts_ends_everything(tmp_path):
     stack = Stack([child_spec(tmp_path, "cache")], [child_spec(tmp_path, "executor")])
 
     async def kill_cache() -> None:
@@ -135,7 +135,7 @@ async def test_second_request_kills_at_once(tmp_path):
         asyncio.get_running_loop().call_later(0.3, stack.supervisor.request_stop)
 
     assert await stack.run(stop_twice) == 0
-    assert "killing every process" in stack.said
+    assert "ending every process at once" in stack.said
 
 
 async def test_stop_while_starting(tmp_path):
