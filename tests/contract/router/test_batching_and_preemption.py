@@ -124,6 +124,22 @@ async def test_preemptions_are_bounded_and_first_come_finishes_first(source: str
         await stack.settle()
 
 
+async def test_a_preempted_request_begins_once(source: str) -> None:
+    """Its own blocks, found again when it comes back, are no hits: those are counted at the first start."""
+    async with running_stack(source, num_blocks=41, max_context_tokens=200) as stack:
+        stopping = {"max_tokens": 100, "ignore_eos": True}
+        streams = await asyncio.gather(*(stack.stream(name * 8, stopping=stopping) for name in "abcd"))
+        assert stack.metric("octavo_num_preemptions_total") > 0
+        for events in streams:
+            kinds = [event.WhichOneof("event") for event in events]
+            assert kinds[0] == "started"
+            assert kinds.count("started") == 1
+            assert events[0].started.cached_tokens == events[-1].completed.usage.cached_tokens == 0
+        assert stack.metric("octavo_prefix_cache_queries_total") == 4 * 8
+        assert stack.metric("octavo_prefix_cache_hits_total") == 0
+        await stack.settle()
+
+
 async def test_the_lowest_priority_gives_way(source: str) -> None:
     """The newest of the lowest priority is preempted, also when it came first."""
     ended: list[str] = []
