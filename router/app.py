@@ -57,7 +57,12 @@ class Router:
             [(SERVICE_NAME, self._servicer.add_to)],
             enable_reflection=self._config.reflection,
             # A client that vanished without a word is found by pings, and its requests end.
-            extra_options=(("grpc.keepalive_time_ms", keepalive_ms), ("grpc.keepalive_timeout_ms", keepalive_ms // 3)),
+            # gRPC has one ping on its way at a time, and any of them may be the one that is not answered.
+            extra_options=(
+                ("grpc.keepalive_time_ms", keepalive_ms),
+                ("grpc.keepalive_timeout_ms", keepalive_ms // 3),
+                ("grpc.http2.ping_timeout_ms", keepalive_ms // 3),
+            ),
             interceptors=(AccountingInterceptor(self.metrics.on_call),),
         )
         if self._config.metrics_listen:

@@ -1,6 +1,7 @@
 """Requests that end before their time: field failures 17, 18, 19, 11, and clients that do not read."""
 
 import asyncio
+import signal
 import sys
 import time
 from typing import Any
@@ -81,6 +82,27 @@ async def test_a_client_that_is_killed(source: str) -> None:
         assert len(stack.executor.steps) < num_steps + 100
         assert stack.metric("octavo_request_success_total", finished_reason="abort") == 3
         await stack.generate(stopping={"max_tokens": 3})
+
+
+async def test_a_client_that_stops_answering(source: str) -> None:
+    """Field failure 17: its process stands still and its connection stays; pings find out, and its requests end."""
+    async with running_stack(source, config={"keepalive_s": 3.0}) as stack:
+        stack.executor.hooks.is_open.clear()
+        client = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", CLIENT, f"127.0.0.1:{stack.router.port}", stdout=asyncio.subprocess.PIPE
+        )
+        try:
+            assert client.stdout is not None
+            assert await client.stdout.readline() == b"streaming\n"
+            client.send_signal(signal.SIGSTOP)
+            assert len(stack.engine.roster) == 3
+            assert await until(lambda: len(stack.engine.roster) == 0, within_s=15)
+            stack.executor.hooks.is_open.set()
+            await stack.settle()
+            assert stack.metric("octavo_request_success_total", finished_reason="abort") == 3
+        finally:
+            client.kill()
+            await client.wait()
 
 
 async def test_a_client_that_does_not_read_stalls_nobody(source: str) -> None:
