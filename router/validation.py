@@ -101,7 +101,7 @@ def _check_unsupported(raw: RawRequest, model: Model, wrong: _Violations) -> Non
     for path, value in raw.floats.items():
         wrong.check(math.isfinite(value), path, f"is {value}; only finite numbers are allowed")
     for path, ids in raw.ids.items():
-        _check_ids(path, ids, model.vocabulary_size, wrong)
+        _check_ids(path, ids[: model.max_context_tokens], model.vocabulary_size, wrong)
     named = {violation.field for violation in wrong}
     for path in raw.unsupported:
         if not any(field.startswith(path) for field in named):

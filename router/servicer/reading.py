@@ -7,6 +7,9 @@ from octavo.v1 import inference_pb2
 from router.raw import RawRequest
 from router.request import Chat, ChatMessage
 
+# Of a list that no request needs longer: a message may hold millions, and reading them would hold up every stream.
+MAX_ENTRIES_READ = 64
+
 
 def read_request(message: inference_pb2.GenerateRequest | inference_pb2.GenerateStreamRequest) -> RawRequest:
     """A Generate or GenerateStream call, field for field."""
@@ -76,7 +79,8 @@ def _floats(message: Any) -> dict[str, float]:
 
 
 def _ids(message: Any) -> dict[str, Sequence[int]]:
-    return {f"resume[{index}].token_ids": resume.token_ids for index, resume in enumerate(message.resume)}
+    resumed = message.resume[:MAX_ENTRIES_READ]
+    return {f"resume[{index}].token_ids": resume.token_ids for index, resume in enumerate(resumed)}
 
 
 def _unsupported(message: Any) -> list[str]:

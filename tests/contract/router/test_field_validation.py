@@ -1,6 +1,7 @@
 """Every field out of its range is refused by name, before anything is allocated; the next request is fine."""
 
 import math
+import time
 from typing import Any
 
 import grpc
@@ -9,8 +10,10 @@ import pytest
 from octavo.errors import Code, OctavoError
 from octavo.rpc import error_of_call
 from octavo.v1 import inference_pb2
+from router.servicer.reading import read_request
+from router.validation import RequestLimits, validate
 from tests.fakes import EOS, VOCABULARY_SIZE
-from tests.stacks import Stack, running_stack
+from tests.stacks import Stack, request, running_stack
 
 BAD_IDS = [-1, VOCABULARY_SIZE, 2**31, 2**63 - 1, -(2**63)]
 BAD_FLOATS = [math.nan, math.inf, -math.inf]
@@ -117,6 +120,18 @@ async def test_empty_and_whitespace_prompts(source: str) -> None:
         assert error_of_call(caught.value).violations[0].field == "prompt"
         await check_untouched(stack)
         assert (await stack.generate("  \n", stopping={"max_tokens": 1})).usage.prompt_tokens == 3
+
+
+@pytest.mark.parametrize("resume", [[{"token_ids": [7]}] * 100_000, [{"token_ids": [7] * 4_000_000}]])
+async def test_a_message_full_of_entries_is_not_read_to_its_end(source: str, resume: list[Any]) -> None:
+    """It would take the event loop for seconds, from every stream. Only what the router itself does is timed."""
+    async with running_stack(source) as stack:
+        message = request(resume=resume)
+        began = time.thread_time()
+        with pytest.raises(OctavoError) as refused:
+            validate(read_request(message), stack.engine.model, RequestLimits(16, 256, 64), "id")
+        assert time.thread_time() - began < 0.1
+        assert refused.value.violations[0].field.startswith("resume")
 
 
 async def test_sizes_of_lists_and_strings(source: str) -> None:
