@@ -12,6 +12,7 @@ import torch
 from kernels.block_copy import block_copy_launches
 from kernels.device import A100, B200, H100, MI300X, DeviceProperties
 from kernels.gated_activation import gated_activation_launch
+from kernels.kv_write import PlainKVWrite
 from kernels.launch import Launch
 from kernels.paged_attention import PagedAttention
 from kernels.rms_norm import add_rms_norm_launch, rms_norm_launch
@@ -79,6 +80,14 @@ def attention(
         return call.launches(meta(num_tokens, heads[0], v_head_dim, dtype=dtype), device)
 
     return Configuration(name, launches)
+
+
+def plain_kv_write(name: str, dtype: torch.dtype, heads: int, head_dim: int, num_tokens: int) -> Configuration:
+    cache = meta(NUM_BLOCKS, 64, heads, 16, head_dim, dtype=dtype)[:, 0]
+    by_head = meta(heads, num_tokens, head_dim, dtype=dtype)  # as modeling code leaves keys and values
+    new = by_head.transpose(0, 1)
+    write = PlainKVWrite(new, new, cache, cache, meta(num_tokens, dtype=torch.int64))
+    return Configuration(name, lambda device: [write.launch()])
 
 
 def kv_write(
@@ -169,6 +178,7 @@ CONFIGURATIONS = [
     kv_write("kv-write-256", heads=(8, 4), head_dim=256, num_tokens=64),
     kv_write("kv-write-fp8", kv_dtype=FP8),
     kv_write("kv-write-int8", kv_dtype=INT8, head_dim=192, v_head_dim=128, heads=(16, 16)),
+    plain_kv_write("kv-write-plain", BF16, heads=8, head_dim=128, num_tokens=2048),
     copies("block-copy"),
     norm("norm-576", 576, BF16),
     norm("norm-4096", 4096, BF16),
