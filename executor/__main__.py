@@ -1,12 +1,16 @@
-"""The process: loads, serves until a signal, drains."""
+"""The process: loads, serves until a signal, drains.
+
+Options come first and torch second, so that a wrong one is told at once, and because the options decide how Triton is
+to be imported.
+"""
 
 import asyncio
+import importlib
 import logging
 import os
 import signal
 import sys
 
-from executor.app import running
 from executor.config import ExecutorConfig
 from octavo.errors import Code, OctavoError
 from octavo.logs import configure_logging
@@ -25,6 +29,8 @@ def main(argv: list[str] | None = None) -> int:
     """
     config = load_settings(ExecutorConfig, section="executor", program=PROGRAM, argv=argv)
     configure_logging("executor", config.log_level)
+    if config.attention == "triton-interpret":
+        os.environ["TRITON_INTERPRET"] = "1"  # which Triton reads when it is imported, and never again
     try:
         return asyncio.run(_serve(config))
     except OctavoError as error:
@@ -39,7 +45,9 @@ def main(argv: list[str] | None = None) -> int:
 
 async def _serve(config: ExecutorConfig) -> int:
     stop = _Stop()
-    async with running(config, stop.fatal):
+    # Brings in torch, transformers and, through them, Triton. In a thread, so that a signal ends the wait.
+    app = await asyncio.to_thread(importlib.import_module, "executor.app")
+    async with app.running(config, stop.fatal):
         stop.is_serving = True
         await stop.event.wait()
         log.info("draining")

@@ -35,7 +35,9 @@ class ExecutorConfig(BaseModel):
     model_name: str = Field("", description="name that clients ask for; empty: the model's own")
     weights_dtype: WeightsDtype = Field("float32", description="number format of weights and activations")
     device: Literal["cpu"] = Field("cpu", description="device that holds the weights and the KV blocks")
-    attention: Attention = Field("torch", description="attention back end; refused at start where it cannot run")
+    attention: Attention = Field(
+        "torch", description="attention back end: torch; triton, on a GPU; triton-interpret, its kernels on a CPU, slow"
+    )
     threads: int = Field(0, ge=0, description="threads of one operator; 0: one per processor that this process may use")
     verify_model: bool = Field(
         True, description="compare the paged model with its plain form on a few tokens before serving"

@@ -15,6 +15,12 @@ import triton.language as tl
 from triton import knobs
 
 INTERPRETED: bool = bool(knobs.runtime.interpret)  # fixed when `kernels` is imported, as Triton fixes it at @jit
+_TRITON_COMPILES = isinstance(tl.standard.sum, triton.runtime.JITFunction)  # fixed when `triton` was imported
+if INTERPRETED == _TRITON_COMPILES:
+    raise RuntimeError(
+        "TRITON_INTERPRET was changed after Triton was imported, so that Triton's own functions and these kernels do "
+        "not fit together; set it before Python starts, or before anything imports Triton (transformers does)"
+    )
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 LOG2E = tl.constexpr(1.4426950408889634)

@@ -141,11 +141,7 @@ def _logging_as_before() -> Iterator[None]:
     ("options", "code", "text"),
     [
         (("--model=/no/such/model",), 2, "there is no such file"),
-        (
-            ("--attention=triton-interpret",),
-            2,
-            "attention 'triton-interpret' is not available on cpu; available: torch",
-        ),
+        (("--attention=triton",), 2, "attention 'triton' is not available on cpu; available: torch, triton-interpret"),
         (("--listen=unix:/no/such/folder/socket",), 2, "cannot listen on unix:/no/such/folder/socket"),
         ((), 1, "nobody.sock"),
     ],

@@ -1,0 +1,83 @@
+"""Paged attention by Octavo's Triton kernels: one writes K and V by slot, one attends, one copies blocks.
+
+`triton` is these kernels compiled for a GPU, `triton-interpret` the same kernels in Triton's interpreter on a CPU:
+slow, and exact enough to test with. Imported by `attention_choice` only when chosen, since it brings Triton in.
+Not here: kernels and how they are launched.
+"""
+
+import torch
+from torch import Tensor
+
+from executor.attention import KvViews, LayerAttention
+from executor.batch import AttentionBatch
+from executor.step import Ints
+from kernels.block_copy import block_copy
+from kernels.interpreter import speed_up_interpreter
+from kernels.kv_write import kv_write
+from kernels.numeric import INTERPRETED
+from kernels.paged_attention import paged_attention
+from octavo.errors import Code, OctavoError
+
+INTERPRETING = INTERPRETED  # for whoever may not import kernels: whether this process interprets what is launched here
+
+
+class TritonAttention:
+    """The back ends `triton` and `triton-interpret`."""
+
+    def __init__(self, name: str) -> None:
+        """name: as the `attention` option names it."""
+        self.name = name
+        if INTERPRETED:
+            speed_up_interpreter()
+
+    def prepare(self, batch: AttentionBatch, views: tuple[KvViews, ...]) -> "_TritonStep":
+        """See `AttentionBackend`."""
+        return _TritonStep(batch, views)
+
+    def copy_blocks(self, blocks: Tensor, sources: Ints, targets: Ints) -> None:
+        """See `AttentionBackend`."""
+        block_copy(blocks, list(zip(sources.tolist(), targets.tolist(), strict=True)))
+
+
+class _TritonStep:
+    """One step: what the kernels read of its rows, on the device of the blocks."""
+
+    def __init__(self, batch: AttentionBatch, views: tuple[KvViews, ...]) -> None:
+        """The batch lies on the host, where the bounds of its lengths are read without waiting for a device."""
+        device, block_size = views[0].k.device, views[0].k.shape[2]
+        self._views = views
+        self._max_query_len = int(batch.query_starts.diff().max())
+        self._max_kv_len = int(batch.context_lengths.max())
+        self._query_start = batch.query_starts.to(device, torch.int32, non_blocking=True)  # [num_rows + 1]
+        self._kv_lens = batch.context_lengths.to(device, torch.int32, non_blocking=True)  # [num_rows]
+        self._tables = batch.tables.to(device, torch.int32, non_blocking=True)  # [num_rows, max_blocks]
+        slots = batch.write_blocks * block_size + batch.write_offsets
+        self._slots = slots.to(device, non_blocking=True)  # [num_tokens] int64
+
+    def attend(self, layer: LayerAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """See `PreparedAttention`. Computed in the KV's number format, to which a query of another is rounded."""
+        views = self._views[layer.layer]
+        output = query.new_empty((*query.shape[:2], views.v.shape[3]), dtype=views.k.dtype)
+        try:
+            kv_write(key, value, views.k, views.v, self._slots)
+            paged_attention(
+                output,
+                query=query.to(views.k.dtype),
+                k_cache=views.k,
+                v_cache=views.v,
+                block_tables=self._tables,
+                query_start=self._query_start,
+                kv_lens=self._kv_lens,
+                softmax_scale=layer.scale,
+                max_query_len=self._max_query_len,
+                max_kv_len=self._max_kv_len,
+                sliding_window=layer.window or 0,
+                softcap=layer.softcap or 0.0,
+            )
+        except (TypeError, ValueError) as error:  # shapes that no kernel takes; verify_model meets them at start
+            raise OctavoError(
+                Code.FAILED_PRECONDITION,
+                "ATTENTION_NOT_AVAILABLE",
+                f"the Triton kernels do not take attention layer {layer.layer}: {error}; use attention=torch",
+            ) from error
+        return output.to(query.dtype)

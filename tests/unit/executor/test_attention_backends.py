@@ -1,0 +1,109 @@
+"""What every attention back end must do, on pools full of NaN and in any layout: one suite over all that run here."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from executor.arena import KvGeometry, LayerGeometry, private_arena
+from executor.attention import AttentionBackend, KvViews, LayerAttention
+from executor.attention_choice import DEVICES_OF, choose_attention
+from tests.attention_cases import BLOCK, LENGTHS, attend, check, make_rows, reference
+
+ON_CPU = [name for name, devices in DEVICES_OF.items() if "cpu" in devices]
+
+
+@pytest.fixture(scope="module", params=ON_CPU)
+def backend(request) -> AttentionBackend:
+    return choose_attention(request.param, "cpu")
+
+
+def test_decodes_of_every_length_at_the_block_boundaries(backend):
+    """Field failure 30: lengths 1, B-1, B, B+1, 3B+2 on a poisoned pool."""
+    check(backend, [(length, 1) for length in LENGTHS])
+
+
+def test_prefill_of_every_length_at_the_block_boundaries(backend):
+    """Field failure 30."""
+    check(backend, [(length, length) for length in LENGTHS])
+
+
+def test_chunks_and_decodes_mixed(backend):
+    """Field failure 16: chunks that begin and end anywhere, beside decodes."""
+    check(backend, [(1, 1), (9, 1), (9, 3), (20, 7), (5, 5), (13, 1), (30, 2), (8, 4), (70, 30)])
+
+
+@pytest.mark.parametrize("window", [1, 2, BLOCK, BLOCK + 1, 10, 1000])
+def test_sliding_windows(backend, window):
+    """Field failure 32: the same positions in prefill, decode and chunks."""
+    check(
+        backend,
+        [(length, new) for length in (1, 4, 5, 9, 14, 40) for new in (1, 3, length) if new <= length],
+        window=window,
+    )
+
+
+def test_a_window_sees_exactly_its_positions(backend):
+    """Field failure 32: V one-hot by position; equal scores give 1/n to each position that is seen."""
+    length, window = 11, 3
+    (row,) = make_rows([(length, length)], (1, 1), (16, 16))
+    row.query.zero_()
+    row.v.copy_(torch.eye(16, dtype=torch.float64)[:length, None])
+    arena = private_arena(KvGeometry(BLOCK, "float32", (LayerGeometry(1, 16, 16),)), 9)
+    layer = LayerAttention(0, scale=1.0, window=window)
+    output = attend(backend, [row], arena, layer, np.random.default_rng(0))[:, 0]
+    for position in range(length):
+        seen = output[position].nonzero().squeeze(1).tolist()
+        assert seen == list(range(max(0, position - window + 1), position + 1))
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (9, 3), (28, 4), (32, 1), (36, 2)])
+def test_head_groups(backend, heads):
+    """Field failure 31."""
+    check(backend, [(7, 1), (14, 6), (5, 5)], heads=heads)
+
+
+@pytest.mark.parametrize("dims", [(16, 16), (40, 40), (80, 80), (96, 64), (24, 16), (256, 256)])
+def test_head_sizes(backend, dims):
+    """Field failure 31: any, and V's may differ from K's."""
+    check(backend, [(7, 1), (14, 6), (5, 5)], dims=dims)
+
+
+def test_softcap_and_scale(backend):
+    check(backend, [(7, 1), (14, 6)], softcap=1.5, scale=0.7)
+    check(backend, [(40, 1), (40, 12)], softcap=0.5, window=9)
+
+
+def test_any_layout_of_a_block(backend):
+    """Nobody assumes the layout: tokens outermost and dimensions apart give the same."""
+    num_blocks, num_kv_heads, head_dim = 300, 2, 16
+
+    def view() -> Tensor:
+        storage = torch.full((num_blocks, head_dim, BLOCK, 3, num_kv_heads), torch.nan)
+        return storage[:, :, :, 1].permute(0, 3, 2, 1)
+
+    arena = private_arena(KvGeometry(BLOCK, "float32", (LayerGeometry(num_kv_heads, head_dim, head_dim),)), num_blocks)
+    arena.views = (KvViews(view(), view()),)
+    check(backend, [(7, 1), (14, 6), (5, 5)], arena=arena)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_kv_costs_its_rounding_only(backend, dtype):
+    rows = make_rows([(9, 1), (14, 6)], (4, 2), (16, 16))
+    arena = private_arena(KvGeometry(BLOCK, dtype, (LayerGeometry(2, 16, 16),)), 100)
+    layer = LayerAttention(0, scale=0.25)
+    output = attend(backend, rows, arena, layer, np.random.default_rng(1))
+    expected = torch.cat([reference(row, layer) for row in rows])
+    torch.testing.assert_close(output.double(), expected, rtol=0.03, atol=0.03)
+
+
+def test_writes_touch_nothing_else(backend):
+    """Field failure 30: block 0, other blocks and the rest of the written block keep what they hold."""
+    rows = make_rows([(6, 2), (1, 1)], (4, 2), (16, 16))
+    arena = private_arena(KvGeometry(BLOCK, "float32", (LayerGeometry(2, 16, 16),)), 20)
+    attend(backend, rows, arena, LayerAttention(0, scale=math.sqrt(1 / 16)), np.random.default_rng(1))
+    written = ~arena.views[0].k.isnan().all(dim=3)  # [num_blocks, num_kv_heads, block_size]
+    assert written.sum().item() == 2 * (6 + 1)
+    assert not written[0].any()

@@ -1,0 +1,84 @@
+"""Which attention back end is chosen, and what is said where it cannot run.
+
+How Triton runs is decided when it is imported, so what depends on it is tried in processes of their own.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from executor.attention_choice import DEVICES_OF, choose_attention
+from executor.config import Attention, ExecutorConfig
+from octavo.errors import Code, OctavoError
+
+
+@pytest.mark.parametrize("name", ["torch", "triton-interpret"])
+def test_the_back_end_bears_the_name_of_the_option(name):
+    assert choose_attention(name, "cpu").name == name
+
+
+def test_every_value_of_the_option_has_devices():
+    assert set(DEVICES_OF) == set(Attention.__args__)
+    assert "cpu" in DEVICES_OF[ExecutorConfig().attention]
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "message"),
+    [
+        ("triton", "cpu", "attention 'triton' is not available on cpu; available: torch, triton-interpret"),
+        ("triton-interpret", "cuda", "attention 'triton-interpret' is not available on cuda; available: triton"),
+        ("flash", "cpu", "attention 'flash' is not available on cpu; available: torch, triton-interpret"),
+    ],
+)
+def test_a_back_end_of_another_device_is_refused_with_those_there_are(name, device, message):
+    with pytest.raises(OctavoError) as caught:
+        choose_attention(name, device)
+    assert caught.value.code is Code.FAILED_PRECONDITION
+    assert caught.value.message == message
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+
+
+CHOOSE = """
+from executor.attention_choice import choose_attention
+from octavo.errors import OctavoError
+try:
+    choose_attention({name!r}, {device!r})
+except OctavoError as error:
+    print(error.message)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "environment", "message"),
+    [
+        ("triton-interpret", "cpu", {}, "set TRITON_INTERPRET=1 in the environment before Python starts"),
+        ("triton", "cuda", {"TRITON_INTERPRET": "1"}, "unset TRITON_INTERPRET in the environment"),
+    ],
+)
+def test_a_triton_that_runs_otherwise_is_refused_with_the_remedy(name, device, environment, message):
+    done = python(CHOOSE.format(name=name, device=device), **environment)
+    assert done.returncode == 0, done.stderr
+    assert message in done.stdout
+
+
+def test_an_executor_whose_triton_was_imported_too_early_says_so_in_one_line():
+    code = "import sys, triton, executor.__main__ as m; sys.exit(m.main(sys.argv[1:] + {options}))"
+    options = ["--attention=triton-interpret", "--listen=127.0.0.1:0", "--metrics-listen=", "--log-level=error"]
+    done = python(code.format(options=options))
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "'triton-interpret' cannot be loaded: TRITON_INTERPRET was changed after Triton was imported" in line
+    assert "set it before Python starts" in line
+
+
+def test_torch_attention_leaves_triton_alone():
+    """Where it is not installed, an executor on torch runs all the same."""
+    code = "import sys; sys.modules['triton'] = None; sys.modules['kernels'] = None\n" + CHOOSE
+    done = python(code.format(name="torch", device="cpu") + "print('chosen')")
+    assert done.stdout == "chosen\n", done.stderr
