@@ -2,7 +2,7 @@
 
 The cache service owns the memory and says where each tensor lies; this module only maps it and makes the views. A
 shared lock is held while the mapping lives, so that a starting cache service can tell a used arena from a leftover.
-Not here: which block belongs to whom, writing KV.
+Not here: which block belongs to whom, writing and copying KV.
 """
 
 import fcntl
@@ -98,10 +98,6 @@ class Arena:
             for layer, where in zip(geometry.layers, layout.layers, strict=True)
         )
         self._lock = lock
-
-    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy whole blocks, reading every source before any target is written. sources, targets: [n] int64"""
-        self.blocks[targets] = self.blocks[sources]
 
     def close(self) -> None:
         """Let go of the lock. The memory stays mapped as long as a view of it lives."""

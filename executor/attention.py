@@ -1,6 +1,6 @@
 """The interface of paged attention: what every back end takes, does and returns.
 
-A back end writes a step's new K and V into their blocks and attends over each row's blocks. It sees K and V through
+A back end copies blocks, writes a step's new K and V into theirs and attends over each row's. It sees K and V through
 views whose strides the cache service reported: nothing here or below knows how a block is laid out inside. The choice
 of a back end is `attention_choice`'s.
 """
@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from executor.batch import AttentionBatch
+from executor.step import Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,14 @@ class AttentionBackend(Protocol):
     @property
     def name(self) -> str:
         """As the `attention` option names it."""
+
+    def copy_blocks(self, blocks: Tensor, sources: Ints, targets: Ints) -> None:
+        """Copy whole blocks, as if all sources were read before any target is written.
+
+        Args:
+            blocks: [num_blocks, block_bytes] uint8.
+            sources, targets: [num_copies], distinct targets; chains and swaps may be among them.
+        """
 
     def prepare(self, batch: AttentionBatch, views: tuple[KvViews, ...]) -> PreparedAttention:
         """Do once per step what all layers share. views: one per layer, in model order."""

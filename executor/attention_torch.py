@@ -41,6 +41,10 @@ class TorchAttention:
 
     name = "torch"
 
+    def copy_blocks(self, blocks: Tensor, sources: Ints, targets: Ints) -> None:
+        """See `AttentionBackend`."""
+        blocks[torch.from_numpy(targets)] = blocks[torch.from_numpy(sources)]
+
     def prepare(self, batch: AttentionBatch, views: tuple[KvViews, ...]) -> "_TorchStep":
         """See `AttentionBackend`."""
         return _TorchStep(batch, views)

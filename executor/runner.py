@@ -56,7 +56,7 @@ class Runner:
         try:
             with torch.inference_mode():
                 if copy_sources.size:
-                    self._arena.copy_blocks(torch.from_numpy(copy_sources), torch.from_numpy(copy_targets))
+                    self._attention.copy_blocks(self._arena.blocks, copy_sources, copy_targets)
                 output = self._compute(batch) if batch is not None else NOTHING
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise StepError(OUT_OF_MEMORY, f"no memory for a step: {error}; send fewer tokens in one step") from error

@@ -59,15 +59,16 @@ class TableModel:
 class NoAttention:
     """A back end with nothing to prepare."""
 
+    def copy_blocks(self, blocks: object, sources: Ints, targets: Ints) -> None: ...
+
     def prepare(self, batch: object, views: object) -> None: ...
 
 
 class NoArena:
     """Blocks that hold nothing."""
 
+    blocks = None
     views = ()
-
-    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None: ...
 
 
 def table_session(table: Tensor, max_rows: int = 8, **limits: int) -> Session:

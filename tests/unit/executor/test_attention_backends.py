@@ -11,6 +11,7 @@ from executor.arena import KvGeometry, LayerGeometry, private_arena
 from executor.attention import AttentionBackend, KvViews, LayerAttention
 from executor.attention_choice import DEVICES_OF, choose_attention
 from tests.attention_cases import BLOCK, LENGTHS, attend, check, make_rows, reference
+from tests.executor_cases import ints
 
 ON_CPU = [name for name, devices in DEVICES_OF.items() if "cpu" in devices]
 
@@ -97,6 +98,25 @@ def test_half_kv_costs_its_rounding_only(backend, dtype):
     output = attend(backend, rows, arena, layer, np.random.default_rng(1))
     expected = torch.cat([reference(row, layer) for row in rows])
     torch.testing.assert_close(output.double(), expected, rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize(
+    ("sources", "targets", "after"),
+    [
+        ([2], [4], [0, 1, 2, 3, 2, 5]),
+        ([2, 2, 3], [4, 5, 1], [0, 3, 2, 3, 2, 2]),
+        ([1, 2, 3], [2, 3, 4], [0, 1, 1, 2, 3, 5]),
+        ([1, 2, 3, 5], [2, 3, 1, 4], [0, 3, 1, 2, 5, 5]),
+    ],
+    ids=["one", "shared source", "chain", "cycle"],
+)
+def test_copies_read_every_source_before_a_target_is_written(backend, sources, targets, after):
+    """Field failure 9."""
+    arena = private_arena(KvGeometry(BLOCK, "float32", (LayerGeometry(2, 16, 24), LayerGeometry(1, 16, 16))), 6)
+    for block in range(6):
+        arena.blocks[block] = block
+    backend.copy_blocks(arena.blocks, ints(*sources), ints(*targets))
+    assert [arena.blocks[block].unique().tolist() for block in range(6)] == [[block] for block in after]
 
 
 def test_writes_touch_nothing_else(backend):
