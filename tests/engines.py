@@ -68,8 +68,10 @@ def running_engine(model: str, *options: str) -> Iterator[RunningEngine]:
         command = [sys.executable, "-m", "octavo.cli", "engine", f"--model={model}", *options]
         command += [f"--cache-service.listen={cache}", "--cache-service.metrics-listen="]
         command += [f"--executor.listen={executor}", "--executor.metrics-listen="]
+        # As a user's shell has it: the tests' own switch of Triton is not for the processes that are tested.
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         with log.open("wb") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
         try:
             _wait_until_serving(executor, process, log)
             yield RunningEngine(cache, executor, process)

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from executor.arena import KvGeometry, private_arena
-from executor.attention_torch import TorchAttention
+from executor.attention_choice import choose_attention
 from executor.ids import SessionId
 from executor.model.forward import CausalModel
 from executor.model.loader import load_model
@@ -38,10 +38,10 @@ class Case:
     oracle: Oracle
     prompts: list[list[int]]
 
-    def session(self) -> Session:
+    def session(self, attention: str = "torch") -> Session:
         arena = private_arena(KvGeometry(BLOCK, "float32", self.model.layers), NUM_BLOCKS)
         limits = StepLimits(BLOCK, NUM_BLOCKS, VOCABULARY_SIZE, 512, 2048)
-        return Session(SessionId(1), 8, limits, Runner(self.model, arena, TorchAttention()))
+        return Session(SessionId(1), 8, limits, Runner(self.model, arena, choose_attention(attention, "cpu")))
 
 
 @pytest.fixture(
@@ -60,14 +60,14 @@ def blocks_of(slot: int, num_tokens: int) -> list[int]:
     return [1 + slot + 8 * index for index in range(-(-num_tokens // BLOCK))][::-1]
 
 
-def generate(session: Session, prompts: list[list[int]], chunk: int) -> list[list[int]]:
+def generate(session: Session, prompts: list[list[int]], chunk: int, num_tokens: int = NUM_TOKENS) -> list[list[int]]:
     """Greedy answers of all prompts at once, prefilled in chunks; every row has all its blocks from the start."""
-    rows = [row(slot, prompt, blocks_of(slot, len(prompt) + NUM_TOKENS)) for slot, prompt in enumerate(prompts)]
+    rows = [row(slot, prompt, blocks_of(slot, len(prompt) + num_tokens)) for slot, prompt in enumerate(prompts)]
     computed, known = [0] * len(prompts), [len(prompt) for prompt in prompts]
     answers: list[list[int]] = [[] for _ in prompts]
     step_id = 1
-    while any(len(answer) < NUM_TOKENS for answer in answers):
-        live = [slot for slot, answer in enumerate(answers) if len(answer) < NUM_TOKENS]
+    while any(len(answer) < num_tokens for answer in answers):
+        live = [slot for slot, answer in enumerate(answers) if len(answer) < num_tokens]
         runs = [(slot, computed[slot], min(chunk, known[slot] - computed[slot])) for slot in live]
         started = tuple(rows) if step_id == 1 else ()
         outcome = session.process(step(step_id, runs, started_rows=started, acknowledged_step=step_id - 1))
@@ -88,6 +88,15 @@ def test_a_batch_of_four_equals_the_oracle(case: Case, chunk: int):
     for prompt, answer in zip(case.prompts, generate(case.session(), case.prompts, chunk), strict=True):
         comparison.check(answer, case.oracle.greedy(prompt, NUM_TOKENS), f"chunk {chunk}, {len(prompt)} tokens")
     assert comparison.excused <= 2
+
+
+def test_the_triton_kernels_equal_the_oracle(case: Case):
+    """In Triton's interpreter, and so with few tokens: chunks of prompts beside decodes, as above."""
+    comparison = Comparison()
+    answers = generate(case.session("triton-interpret"), case.prompts, chunk=7, num_tokens=4)
+    for prompt, answer in zip(case.prompts, answers, strict=True):
+        comparison.check(answer, case.oracle.greedy(prompt, 4), f"triton-interpret, {len(prompt)} tokens")
+    assert comparison.excused == 0
 
 
 def test_alone_equals_the_oracle(case: Case):
@@ -122,10 +131,11 @@ def test_a_row_that_starts_on_computed_blocks_continues_the_sequence(case: Case)
     assert outcome.token_ids.tolist() + run_greedy(session, 12, 3, len(history), 21) == expected[10:NUM_TOKENS]
 
 
-def test_a_copied_block_continues_apart_from_its_source(case: Case):
+@pytest.mark.parametrize("attention", ["torch", "triton-interpret"])
+def test_a_copied_block_continues_apart_from_its_source(case: Case, attention: str):
     """Field failure 9: copies come before the forward pass, and read every source before any target is written."""
     prompt = case.prompts[1]  # one full block, and one token in the second
-    session = case.session()
+    session = case.session(attention)
     session.process(step(1, [(0, 0, len(prompt))], started_rows=(row(0, prompt, [2, 3, 4]),)))
     token = case.oracle.greedy(prompt, 1).token_ids[0]
     child = row(1, [*prompt, token], [2, 5, 6], computed=len(prompt))
@@ -139,10 +149,11 @@ def test_a_copied_block_continues_apart_from_its_source(case: Case):
     assert outcome.token_ids.tolist() == [expected, expected, different]
 
 
-def test_swapped_blocks_swap_their_sequences(case: Case):
+@pytest.mark.parametrize("attention", ["torch", "triton-interpret"])
+def test_swapped_blocks_swap_their_sequences(case: Case, attention: str):
     """Field failure 9: a copy whose source is another copy's target."""
     left, right = case.prompts[1][:BLOCK], case.prompts[2][:BLOCK]
-    session = case.session()
+    session = case.session(attention)
     rows = (row(0, left, [1]), row(1, right, [2]))
     session.process(step(1, [(0, 0, BLOCK), (1, 0, BLOCK)], started_rows=rows))
     again = (row(0, [*left, 9], [2, 3], computed=BLOCK), row(1, [*right, 9], [1, 4], computed=BLOCK))
