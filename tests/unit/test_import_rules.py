@@ -186,6 +186,7 @@ def test_no_import_of_ours_hides_in_a_function():
     ("module", "absent"),
     [
         ("cache_service.__main__", ("torch", "transformers", "numpy")),
+        ("executor.__main__", ("torch", "transformers", "triton")),
         ("octavo.cli", ("torch", "transformers", "grpc", "pydantic")),
         ("octavo.client", ("torch", "transformers", "pydantic", "numpy")),
         ("octavo.launcher", ("torch", "transformers", "numpy")),
