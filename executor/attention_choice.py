@@ -32,11 +32,11 @@ def _triton(name: str) -> AttentionBackend:
     except (ImportError, RuntimeError) as error:
         raise _not_available(f"attention {name!r} cannot be loaded: {error}") from error
     interpret = name == "triton-interpret"
-    if interpret != module.INTERPRETING:
+    if interpret != module.INTERPRETED:
         wanted = "set TRITON_INTERPRET=1" if interpret else "unset TRITON_INTERPRET"
         raise _not_available(
             f"attention {name!r} cannot run here: Triton was imported with its interpreter "
-            f"{'on' if module.INTERPRETING else 'off'}; {wanted} in the environment before Python starts"
+            f"{'on' if module.INTERPRETED else 'off'}; {wanted} in the environment before Python starts"
         )
     return module.TritonAttention(name)
 

@@ -18,8 +18,6 @@ from kernels.numeric import INTERPRETED
 from kernels.paged_attention import paged_attention
 from octavo.errors import Code, OctavoError
 
-INTERPRETING = INTERPRETED  # for whoever may not import kernels: whether this process interprets what is launched here
-
 
 class TritonAttention:
     """The back ends `triton` and `triton-interpret`."""

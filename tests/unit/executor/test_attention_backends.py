@@ -36,6 +36,13 @@ def test_chunks_and_decodes_mixed(backend):
     check(backend, [(1, 1), (9, 1), (9, 3), (20, 7), (5, 5), (13, 1), (30, 2), (8, 4), (70, 30)])
 
 
+def test_a_single_long_decode(backend):
+    """Where a back end divides the KV of one row among programs: here it has reason to."""
+    for length in (130, 200):
+        check(backend, [(length, 1)])
+        check(backend, [(length, 1)], window=150)
+
+
 @pytest.mark.parametrize("window", [1, 2, BLOCK, BLOCK + 1, 10, 1000])
 def test_sliding_windows(backend, window):
     """Field failure 32: the same positions in prefill, decode and chunks."""
