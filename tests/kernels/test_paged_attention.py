@@ -1,6 +1,8 @@
-"""Paged attention against its fp64 reference, over poisoned pools: pairwise in `make test`, in full as `long`."""
+"""Paged attention against its fp64 reference, over poisoned pools: pairwise in `make test`, more as `long`."""
 
 import itertools
+import random
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +39,20 @@ GRID = {
 }
 
 
+# Every combination of these is a case of the long grid; of the others each case draws one value.
+CROSSED = ("head_dim", "heads", "dtype", "feature", "kind_and_splits")
+
+
+def long_grid(head_dim: int, heads: tuple[int, int]) -> list[dict[str, Any]]:
+    """100 cases: the whole grid would be 32 times as many."""
+    rng = random.Random(f"{head_dim} {heads}")
+    crossed = itertools.product([head_dim], [heads], *(GRID[name] for name in CROSSED[2:]))
+    drawn = [name for name in GRID if name not in CROSSED]
+    return [
+        dict(zip(CROSSED, values, strict=True)) | {name: rng.choice(GRID[name]) for name in drawn} for values in crossed
+    ]
+
+
 def make_case(dtype, head_dim, heads, block_size, kind_and_splits, order, feature, own_v_size) -> Case:
     kind, num_splits = kind_and_splits
     return Case(
@@ -63,12 +79,17 @@ def test_pairwise_grid(values, device):
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("head_dim", HEAD_SIZES)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_full_grid(head_dim, heads, device):
-    """{dtypes} x {features} x {kinds, which hold all boundary lengths, and splits} x {orders}; block sizes in turn."""
-    rest = itertools.product(DTYPES, FEATURES, GRID["kind_and_splits"], GRID["order"])
-    for turn, (dtype, feature, kind_and_splits, order) in enumerate(rest):
-        block_size = GRID["block_size"][turn % len(GRID["block_size"])]
-        check(make_case(dtype, head_dim, heads, block_size, kind_and_splits, order, feature, turn % 2 == 1), device)
+def test_long_grid(head_dim, heads, device):
+    """Every dtype x feature x kind (which hold all boundary lengths) x splits; table orders and block sizes drawn."""
+    for values in long_grid(head_dim, heads):
+        check(make_case(**values), device)
+
+
+def test_the_long_grid_holds_every_triple_of_values():
+    cases = [case for head_dim, heads in itertools.product(HEAD_SIZES, HEADS) for case in long_grid(head_dim, heads)]
+    for names in itertools.combinations(GRID, 3):
+        wanted = set(itertools.product(*(GRID[name] for name in names)))
+        assert {tuple(case[name] for name in names) for case in cases} == wanted
 
 
 @pytest.mark.parametrize("block_size", [128, 256])
