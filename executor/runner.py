@@ -89,6 +89,10 @@ def _sample(logits: Tensor, batch: Batch) -> StepOutput:
     unchanged = logits[torch.from_numpy(scores.rows)] if scores is not None else None  # a copy
     if batch.adjustments is not None:
         adjust(logits, batch.adjustments)
+        if batch.adjustments.can_leave_nothing:
+            alive = logits.amax(dim=-1) > -torch.inf
+            finite &= alive
+            logits[~alive] = 0
     token_ids = sample(logits, batch.sampling).numpy()
     logprobs = None
     if scores is not None and unchanged is not None:

@@ -153,6 +153,7 @@ def _sampling_of(message: pb.RowSampling) -> RowSampling:
         num_top_logprobs=message.num_top_logprobs,
         prompt_logprobs_from=message.prompt_logprobs_from,
         prompt_logprobs_until=message.prompt_logprobs_until,
+        grammar=message.grammar,
     )
 
 

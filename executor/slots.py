@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from executor.logits.constraint import MakeConstraint, no_constraint
 from executor.logits.row_rules import RowRules, has_rules
 from executor.step import Ints, RowStart, Step, TableExtension
 
@@ -60,7 +61,8 @@ class SlotTable:
         rules: slot -> what the row asks beyond the columns; most rows have no entry
     """
 
-    def __init__(self, max_rows: int) -> None:
+    def __init__(self, max_rows: int, make_constraint: MakeConstraint = no_constraint) -> None:
+        self._make_constraint = make_constraint
         self.rows = np.zeros(max_rows, dtype=ROW)
         self.history = np.zeros((max_rows, _INITIAL_TOKENS), dtype=np.int32)
         self.tables = np.zeros((max_rows, _INITIAL_BLOCKS), dtype=np.int32)
@@ -137,7 +139,7 @@ class SlotTable:
         row["num_prompt_top"] = sampling.num_top_logprobs
         row["score_from"], row["score_until"] = sampling.prompt_logprobs_from, sampling.prompt_logprobs_until
         if has_rules(sampling):
-            self.rules[start.slot] = RowRules(sampling, start.token_ids)
+            self.rules[start.slot] = RowRules(sampling, start.token_ids, self._make_constraint)
 
     def _extend(self, extension: TableExtension) -> None:
         have = self.rows["num_blocks"][extension.slots]

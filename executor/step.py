@@ -23,6 +23,7 @@ INVALID_STEP = "INVALID_STEP"
 MODEL_ERROR = "MODEL_ERROR"
 OUT_OF_MEMORY = "OUT_OF_MEMORY"
 LOGITS_NOT_FINITE = "LOGITS_NOT_FINITE"
+CONSTRAINT_FAILED = "CONSTRAINT_FAILED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class RowSampling:
     num_top_logprobs: int = 0
     prompt_logprobs_from: int = 0  # tokens of the history in [from, until) are scored as they are computed
     prompt_logprobs_until: int = 0
+    grammar: str = ""  # what generated tokens must match
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,14 @@ class Adjustments:
     allowed_ids: Tensor  # [num_allowed] int64
     banned_rows: Tensor  # [num_banned] int64
     banned_ids: Tensor  # [num_banned] int64
+    masked_rows: Tensor  # [num_constrained] int64, rows that follow a grammar
+    masks: Tensor  # [num_constrained, vocabulary_size] bool, what may come next
+    dead_rows: Tensor  # [num_dead] int64, rows whose grammar nothing continues
+
+    @property
+    def can_leave_nothing(self) -> bool:
+        """Whether a row may end up all -inf."""
+        return len(self.masked_rows) + len(self.dead_rows) > 0
 
 
 # Keeps logit / repetition finite; what is as small has long made every repeated token win.
@@ -59,6 +67,10 @@ def adjust(logits: Tensor, adjustments: Adjustments) -> None:
         logits[a.allowed_rows] = kept
     if len(a.banned_rows):
         logits[a.banned_rows, a.banned_ids] = -torch.inf
+    if len(a.masked_rows):
+        logits[a.masked_rows] = logits[a.masked_rows].masked_fill(~a.masks, -torch.inf)
+    if len(a.dead_rows):
+        logits[a.dead_rows] = -torch.inf
 
 
 def pack_adjustments(rules: Sequence[RowRules | None], num_tokens: Sequence[int]) -> Adjustments | None:
@@ -80,6 +92,8 @@ def pack_adjustments(rules: Sequence[RowRules | None], num_tokens: Sequence[int]
     allowed_entries, allowed_ids = _entries([(index, ids) for index, (_, ids) in enumerate(listed)])
     banned = [(row, np.array(rule.banned_ids(num_tokens[row]), dtype=np.int64)) for row, rule in rows]
     banned_rows, banned_ids = _entries(banned)
+    masks = [(row, rule.constraint.allowed()) for row, rule in rows if rule.constraint is not None]
+    alive = [(row, mask) for row, mask in masks if mask is not None]
     return Adjustments(
         bias_rows=bias_rows,
         bias_ids=bias_ids,
@@ -89,12 +103,19 @@ def pack_adjustments(rules: Sequence[RowRules | None], num_tokens: Sequence[int]
         repetition=_per_entry([max(each.repetition_penalty, _MIN_REPETITION) for each in penalties], sizes),
         frequency=_per_entry([each.frequency_penalty for each in penalties], sizes) * counts,
         presence=_per_entry([each.presence_penalty for each in penalties], sizes) * (counts > 0),
-        allowed_rows=torch.tensor([row for row, _ in listed], dtype=torch.int64),
+        allowed_rows=_rows([row for row, _ in listed]),
         allowed_entries=allowed_entries,
         allowed_ids=allowed_ids,
         banned_rows=banned_rows,
         banned_ids=banned_ids,
+        masked_rows=_rows([row for row, _ in alive]),
+        masks=torch.from_numpy(np.stack([mask for _, mask in alive])) if alive else torch.empty(0, 0, dtype=torch.bool),
+        dead_rows=_rows([row for row, mask in masks if mask is None]),
     )
+
+
+def _rows(numbers: list[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)
 
 
 def _entries(rows: list[tuple[int, Ints]]) -> tuple[Tensor, Tensor]:

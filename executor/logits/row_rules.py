@@ -8,6 +8,7 @@ from collections import deque
 
 import numpy as np
 
+from executor.logits.constraint import MakeConstraint
 from executor.step import NO_INTS, Ints, RowSampling
 
 
@@ -49,13 +50,14 @@ class TokenCounts:
 class RowRules:
     """The rules of a row and what of its history they look at."""
 
-    def __init__(self, sampling: RowSampling, history: Ints) -> None:
+    def __init__(self, sampling: RowSampling, history: Ints, make_constraint: MakeConstraint) -> None:
         """history: [num_tokens], prompt and generated."""
         prompt, generated = history[: sampling.num_prompt_tokens], history[sampling.num_prompt_tokens :]
         self.sampling = sampling
         self.counts: TokenCounts | None = None
         if has_penalties(sampling):
             self.counts = TokenCounts(prompt if sampling.repetition_penalty != 1 else NO_INTS, generated)
+        self.constraint = make_constraint(sampling.grammar, generated) if sampling.grammar else None
         ends = np.cumsum(sampling.banned_lengths)[:-1]
         self._banned = [each.tolist() for each in np.split(sampling.banned_token_ids, ends) if len(each)]
         longest = max(map(len, self._banned), default=0)
@@ -65,6 +67,8 @@ class RowRules:
         """The row generated a token."""
         if self.counts is not None:
             self.counts.add(token_id)
+        if self.constraint is not None:
+            self.constraint.append(token_id)
         self._tail.append(token_id)
 
     def banned_ids(self, num_tokens: int) -> list[int]:
@@ -85,4 +89,4 @@ def has_penalties(sampling: RowSampling) -> bool:
 def has_rules(sampling: RowSampling) -> bool:
     """Whether the row needs a `RowRules`."""
     ids = (sampling.suppressed_token_ids, sampling.bias_token_ids, sampling.allowed_token_ids)
-    return has_penalties(sampling) or any(map(len, (*ids, sampling.banned_token_ids)))
+    return has_penalties(sampling) or any(map(len, (*ids, sampling.banned_token_ids, sampling.grammar)))

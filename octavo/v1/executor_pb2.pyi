@@ -160,7 +160,7 @@ class RowStart(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., incarnation: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_computed_tokens: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[_cache_pb2.BlockTable, _Mapping]]] = ..., sampling: _Optional[_Union[RowSampling, _Mapping]] = ...) -> None: ...
 
 class RowSampling(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "choice_index", "suppressed_token_ids", "suppress_until", "num_samples", "num_prompt_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "bias_token_ids", "biases", "allowed_token_ids", "banned_lengths", "banned_token_ids", "logprobs", "num_top_logprobs", "prompt_logprobs_from", "prompt_logprobs_until")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "choice_index", "suppressed_token_ids", "suppress_until", "num_samples", "num_prompt_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "bias_token_ids", "biases", "allowed_token_ids", "banned_lengths", "banned_token_ids", "logprobs", "num_top_logprobs", "prompt_logprobs_from", "prompt_logprobs_until", "grammar")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
@@ -183,6 +183,7 @@ class RowSampling(_message.Message):
     NUM_TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FROM_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_UNTIL_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
@@ -205,7 +206,8 @@ class RowSampling(_message.Message):
     num_top_logprobs: int
     prompt_logprobs_from: int
     prompt_logprobs_until: int
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., choice_index: _Optional[int] = ..., suppressed_token_ids: _Optional[_Iterable[int]] = ..., suppress_until: _Optional[int] = ..., num_samples: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., bias_token_ids: _Optional[_Iterable[int]] = ..., biases: _Optional[_Iterable[float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., banned_lengths: _Optional[_Iterable[int]] = ..., banned_token_ids: _Optional[_Iterable[int]] = ..., logprobs: bool = ..., num_top_logprobs: _Optional[int] = ..., prompt_logprobs_from: _Optional[int] = ..., prompt_logprobs_until: _Optional[int] = ...) -> None: ...
+    grammar: str
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., choice_index: _Optional[int] = ..., suppressed_token_ids: _Optional[_Iterable[int]] = ..., suppress_until: _Optional[int] = ..., num_samples: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., bias_token_ids: _Optional[_Iterable[int]] = ..., biases: _Optional[_Iterable[float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., banned_lengths: _Optional[_Iterable[int]] = ..., banned_token_ids: _Optional[_Iterable[int]] = ..., logprobs: bool = ..., num_top_logprobs: _Optional[int] = ..., prompt_logprobs_from: _Optional[int] = ..., prompt_logprobs_until: _Optional[int] = ..., grammar: _Optional[str] = ...) -> None: ...
 
 class TableExtension(_message.Message):
     __slots__ = ("kv_group", "slots", "counts", "block_ids")

@@ -1,0 +1,97 @@
+"""What a row's answer must match: a grammar, followed token by token, that says which tokens may come next.
+
+The grammar is the library's own text, made and checked by the router. The state lives here, next to the history, so that
+a row feeds its own tokens to it and needs nobody between two steps. Errors of a grammar (its limits, a vocabulary that
+cannot go on) are the row's, never the step's.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+
+from executor.step import Bools, Ints
+from octavo.errors import OctavoError
+
+log = logging.getLogger(__name__)
+
+_SILENT = 0
+_NONE = "this executor serves no constraints"
+_DEAD_END = "no token of the vocabulary continues this answer"
+
+
+class Constraint:
+    """The state of one row's grammar. `error`: why nothing can come next; empty while something can."""
+
+    def __init__(self, matcher: LLMatcher | None, tokenizer: LLTokenizer | None, error: str = "") -> None:
+        self._matcher = matcher
+        self._ends = frozenset(tokenizer.eos_tokens if tokenizer is not None else ())
+        self._vocabulary_size = tokenizer.vocab_size if tokenizer is not None else 0
+        self.error = error or (matcher.get_error() if matcher is not None else _NONE)
+
+    def append(self, token_id: int) -> None:
+        """The row generated a token. What follows an end is not the grammar's."""
+        if self._matcher is None or self._matcher.is_stopped() or token_id in self._ends:
+            return
+        if not self._matcher.consume_token(token_id):
+            self.error = self._matcher.get_error() or f"token {token_id} does not continue this answer"
+
+    def allowed(self) -> Bools | None:
+        """[vocabulary_size]: what may come next, the ends of sequence where the answer is whole; None after an error."""
+        if self.error or self._matcher is None:
+            return None
+        bits = np.zeros((self._vocabulary_size + 31) // 32, dtype=np.uint32)
+        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        allowed = np.unpackbits(bits.view(np.uint8), bitorder="little")[: self._vocabulary_size].astype(np.bool_)
+        self.error = self._matcher.get_error() or ("" if allowed.any() else _DEAD_END)
+        return None if self.error else allowed
+
+
+# Grammar and generated tokens, [num_generated], to a row's constraint. Never raises: errors are the constraint's.
+MakeConstraint = Callable[[str, Ints], Constraint]
+
+
+def no_constraint(grammar: str, generated: Ints) -> Constraint:
+    """Where there is no vocabulary to follow grammars with."""
+    return Constraint(None, None)
+
+
+class ConstraintMaker:
+    """Makes constraints for a model's vocabulary, which takes seconds to read: in the background, from the start on."""
+
+    def __init__(self, load: Callable[[], LLTokenizer]) -> None:
+        """load: called once, in a thread; raises OctavoError, OSError or ValueError where there is no vocabulary."""
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="constraints")
+        self._tokenizer: Future[LLTokenizer] = thread.submit(load)
+        self._tokenizer.add_done_callback(_report)
+        thread.shutdown(wait=False)
+
+    def make(self, grammar: str, generated: Ints) -> Constraint:
+        """Waits for the vocabulary."""
+        try:
+            tokenizer = self._tokenizer.result()
+        except (OctavoError, OSError, ValueError) as error:
+            return Constraint(None, None, f"constraints cannot be served: {error}")
+        constraint = Constraint(LLMatcher(tokenizer, grammar, log_level=_SILENT), tokenizer)
+        for token_id in generated.tolist():
+            constraint.append(token_id)
+        return constraint
+
+
+def vocabulary_of(tokenizer_json: str, vocabulary_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
+    """The bytes of every token.
+
+    Args:
+        tokenizer_json: as the `tokenizers` library writes it.
+
+    Raises:
+        ValueError: the vocabulary is larger than the model's, or of a kind that the library does not know.
+    """
+    return LLTokenizer(tokenizer_json, n_vocab=vocabulary_size, eos_token=list(eos_token_ids))
+
+
+def _report(tokenizer: "Future[LLTokenizer]") -> None:
+    if tokenizer.exception() is not None:
+        log.warning("constraints cannot be served: %s", tokenizer.exception())
