@@ -24,11 +24,13 @@ from executor.clients.cache import ArenaGrant, CacheClient, Registration
 from executor.config import ExecutorConfig
 from executor.ids import SessionId
 from executor.kernels_conflict import check_kernels, installed_kernels_version
+from executor.logits.constraint import ConstraintMaker
 from executor.metrics import ExecutorMetrics, MeteredRunner, StateCollector
 from executor.model.description import ModelDescription
 from executor.model.forward import CausalModel
 from executor.model.loader import describe_model, load_model
 from executor.model.verify import verify_model
+from executor.model.vocabulary import load_vocabulary
 from executor.runner import Runner
 from executor.servicer import MAX_STEPS_IN_FLIGHT, ExecutorServicer, start_executor_server
 from executor.servicer_messages import ExecutorDescription
@@ -183,8 +185,10 @@ def _make_store(config: ExecutorConfig, loaded: LoadedModel, arena: Arena, metri
         max_tokens_per_step=config.max_tokens_per_step,
     )
 
+    constraints = ConstraintMaker(lambda: load_vocabulary(loaded.description))
+
     def make_session(session_id: SessionId) -> Session:
-        return Session(session_id, config.max_rows, limits, runner)
+        return Session(session_id, config.max_rows, limits, runner, constraints.make)
 
     return SessionStore(make_session, config.session_timeout_s)
 

@@ -14,8 +14,10 @@ import numpy as np
 
 from executor.batch import Batch, pack_batch, sampling_rows
 from executor.ids import SessionId, StepId
+from executor.logits.constraint import MakeConstraint, no_constraint
 from executor.slots import SlotTable
 from executor.step import (
+    CONSTRAINT_FAILED,
     LOGITS_NOT_FINITE,
     Bools,
     Ints,
@@ -46,10 +48,17 @@ class StepRunner(Protocol):
 class Session:
     """The state of one session."""
 
-    def __init__(self, session_id: SessionId, max_rows: int, limits: StepLimits, runner: StepRunner) -> None:
+    def __init__(
+        self,
+        session_id: SessionId,
+        max_rows: int,
+        limits: StepLimits,
+        runner: StepRunner,
+        make_constraint: MakeConstraint = no_constraint,
+    ) -> None:
         self.session_id = session_id
         self.last_applied_step = StepId(0)
-        self._table = SlotTable(max_rows)
+        self._table = SlotTable(max_rows, make_constraint)
         self._limits = limits
         self._runner = runner
         self._results: dict[StepId, StepResult] = {}
@@ -123,10 +132,7 @@ class Session:
         sampling = rows[draws]  # [num_sampling] -> row of the step
         num_sampled = np.bincount(sampling[output.finite], minlength=len(step.slots))
         failed = np.flatnonzero(self._table.rows["failed"][step.slots])
-        failures = tuple(
-            RowFailure(row, LOGITS_NOT_FINITE, f"slot {step.slots[row]}: its logits hold NaN or infinity")
-            for row in failed.tolist()
-        )
+        failures = tuple(self._failure(row, int(step.slots[row])) for row in failed.tolist())
         return StepResult(
             step.step_id,
             num_sampled,
@@ -137,6 +143,12 @@ class Session:
             sampled_logprobs=_logprobs(output.sampled_logprobs, sampling, output.finite),
             prompt_logprobs=_logprobs(output.prompt_logprobs, rows, np.ones(len(rows), dtype=np.bool_)),
         )
+
+    def _failure(self, row: int, slot: int) -> RowFailure:
+        rules = self._table.rules.get(slot)
+        if rules is not None and rules.constraint is not None and rules.constraint.error:
+            return RowFailure(row, CONSTRAINT_FAILED, f"slot {slot}: {rules.constraint.error}")
+        return RowFailure(row, LOGITS_NOT_FINITE, f"slot {slot}: its logits hold NaN or infinity")
 
 
 def _logprobs(found: TokenLogprobs | None, rows: Ints, good: Bools) -> TokenLogprobs | None:

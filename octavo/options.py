@@ -36,6 +36,11 @@ class GenerateOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     include_stop: bool
     ignore_eos: bool
+    # what the answer must match: at most one
+    json_schema: str
+    regex: str
+    grammar: str
+    choice: Sequence[str]
     # output
     logprobs: bool
     top_logprobs: int
@@ -71,6 +76,8 @@ FIELD_PATHS: Mapping[str, str] = {
         name: f"output.{name}"
         for name in ("logprobs", "top_logprobs", "prompt_logprobs", "echo", "skip_special_tokens", "token_ids")
     },
+    **{name: f"constraint.{name}" for name in ("json_schema", "regex", "grammar")},
+    "choice": "constraint.choice.options",
     "cache_salt": "cache.salt",
     "bypass_cache": "cache.bypass",
     "time_limit_s": "time_limit",

@@ -16,6 +16,7 @@ from router.model import Model
 from router.request import Chat, Prompt, RequestSpec
 from router.sampling import check_leaves_a_token
 from router.text.answer import AnswerText
+from router.text.constraint import grammar_of
 from router.text.detokenizer import Detokenizer, without_held
 from router.text.stop import StopScanner
 from router.text.tokenizer import Tokenizer
@@ -40,8 +41,8 @@ class Backend:
         """Tokenize the prompt of a reserved request, check that it fits, and queue it.
 
         Raises:
-            OctavoError: FAILED_PRECONDITION when it can never fit, INVALID_ARGUMENT from the chat template, or when no
-                token would be left to generate.
+            OctavoError: FAILED_PRECONDITION when it can never fit, INVALID_ARGUMENT from the chat template, for a
+                constraint that cannot be followed, or when no token would be left to generate.
         """
         checked = live.checked
         prompt_ids = await self.encode_prompt(checked.prompt)
@@ -72,12 +73,17 @@ class Backend:
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens and not is_chat)
 
     async def _with_texts(self, spec: RequestSpec) -> RequestSpec:
-        """Fill in what the tokenizer must say of a request beside its prompt; most ask nothing of it."""
+        """Fill in what takes the tokenizer or a grammar's compiler; most requests ask nothing of them."""
         checked = spec.checked
-        if not (checked.output.echo or checked.sampling.bad_words):
+        if not (checked.output.echo or checked.sampling.bad_words or checked.constraint):
             return spec
         return await self._in_thread(
-            lambda: replace(spec, banned=self._banned(checked.sampling.bad_words), echo_text=self._echo_text(spec))
+            lambda: replace(
+                spec,
+                banned=self._banned(checked.sampling.bad_words),
+                grammar=grammar_of(checked.constraint) if checked.constraint else "",
+                echo_text=self._echo_text(spec),
+            )
         )
 
     def _banned(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from router.request import Chat
+from router.request import Chat, Constraint
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,7 @@ class RawRequest:
     include_stop: bool = False
     ignore_eos: bool = False
 
+    constraint: Constraint | None = None
     logprobs: bool = False
     top_logprobs: int = 0
     prompt_logprobs: bool = False

@@ -76,6 +76,18 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
+class Constraint:
+    """What an answer must match: one schema, regex or grammar, or several texts to choose from.
+
+    Attributes:
+        kind: json_schema, regex, grammar or choice.
+    """
+
+    kind: str
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ChatMessage:
     role: str
     content: str
@@ -101,6 +113,7 @@ class CheckedRequest:
     sampling: Sampling
     stopping: Stopping
     output: Output
+    constraint: Constraint | None
     salt: str | None
     bypass_cache: bool
     priority: int
@@ -114,6 +127,7 @@ class RequestSpec:
         max_tokens: of each answer, at least 1.
         limit_reason: the finish reason when `max_tokens` is reached.
         banned: token sequences that cannot be generated.
+        grammar: what each answer must match, as executors follow it; empty: anything.
         echo_text: the prompt's text, where each answer begins with it.
     """
 
@@ -122,6 +136,7 @@ class RequestSpec:
     max_tokens: int
     limit_reason: FinishReason
     banned: tuple[tuple[int, ...], ...] = ()
+    grammar: str = ""
     echo_text: str = ""
 
     @property

@@ -36,6 +36,7 @@ def row_sampling(live: Choice, eos_token_ids: frozenset[int]) -> RowSampling:
         banned=live.spec.banned,
         prompt_logprobs_from=scored if scores_prompt else 0,
         prompt_logprobs_until=num_prompt if scores_prompt else 0,
+        grammar=live.spec.grammar,
     )
 
 

@@ -35,6 +35,7 @@ class RowSampling:
     banned: tuple[tuple[int, ...], ...] = ()
     prompt_logprobs_from: int = 0
     prompt_logprobs_until: int = 0
+    grammar: str = ""
 
 
 @dataclass(frozen=True, slots=True)

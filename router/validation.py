@@ -22,6 +22,8 @@ MAX_LOGIT_BIASES = 1024
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_BYTES = 256
 MAX_TOP_LOGPROBS = 20
+MAX_CONSTRAINT_BYTES = 65536
+MAX_CONSTRAINT_OPTIONS = 256
 
 _NOT_SUPPORTED = "is not supported yet; leave it unset"
 
@@ -63,6 +65,7 @@ def validate(raw: RawRequest, model: Model, limits: RequestLimits, new_request_i
     _check_choices(raw, limits, wrong)
     _check_stopping(raw, model, limits, wrong)
     _check_output(raw, wrong)
+    _check_constraint(raw, wrong)
     if wrong:
         raise invalid_argument(*wrong)
     return _checked(raw, raw.request_id or new_request_id, model)
@@ -223,6 +226,25 @@ def _check_output(raw: RawRequest, wrong: _Violations) -> None:
     wrong.check(is_used, field, f"is {count}, but neither output.logprobs nor output.prompt_logprobs is true")
 
 
+def _check_constraint(raw: RawRequest, wrong: _Violations) -> None:
+    if (constraint := raw.constraint) is None:
+        return
+    count, size = len(constraint.texts), sum(len(text.encode()) for text in constraint.texts)
+    field = f"constraint.{constraint.kind}" if constraint.kind else "constraint"
+    message = f"has {count} texts of {size} bytes; 1 to {MAX_CONSTRAINT_OPTIONS} of 1 to {MAX_CONSTRAINT_BYTES} in all"
+    is_good = 1 <= count <= MAX_CONSTRAINT_OPTIONS and 1 <= size <= MAX_CONSTRAINT_BYTES
+    wrong.check(is_good, field, message)
+    # Each of these could leave no token that the grammar allows.
+    others = {
+        "stopping.ignore_eos": raw.ignore_eos,
+        "stopping.min_tokens": raw.min_tokens,
+        "sampling.allowed_token_ids": raw.allowed_token_ids,
+        "sampling.bad_words": raw.bad_words,
+    }
+    for other, is_set in others.items():
+        wrong.check(not is_set, other, "does not go with a constraint, which says itself what may come and when to end")
+
+
 def _check_ids(field: str, token_ids: Iterable[int], vocabulary_size: int, wrong: _Violations) -> None:
     for index, token_id in enumerate(token_ids):
         if not 0 <= token_id < vocabulary_size:
@@ -266,6 +288,7 @@ def _checked(raw: RawRequest, request_id: str, model: Model) -> CheckedRequest:
         sampling=sampling,
         stopping=stopping,
         output=Output(raw.logprobs, raw.top_logprobs, raw.prompt_logprobs, raw.echo, raw.skip_special_tokens),
+        constraint=raw.constraint,
         salt=raw.salt,
         # A cached token is not computed, and what is not computed has no log-probability.
         bypass_cache=raw.bypass_cache or raw.prompt_logprobs,

@@ -1,12 +1,12 @@
 """What a row's answer must match: a grammar, followed token by token, that says which tokens may come next.
 
-The grammar is the library's own text, made and checked by the router. The state lives here, next to the history, so that
-a row feeds its own tokens to it and needs nobody between two steps. Errors of a grammar (its limits, a vocabulary that
-cannot go on) are the row's, never the step's.
+The grammar is the library's own text, made and checked by the router. The state lives here, next to the history, so
+that a row feeds its own tokens to it and needs nobody between two steps. Errors of a grammar (its limits, a vocabulary
+that cannot go on) are the row's, never the step's.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -39,7 +39,7 @@ class Constraint:
             self.error = self._matcher.get_error() or f"token {token_id} does not continue this answer"
 
     def allowed(self) -> Bools | None:
-        """[vocabulary_size]: what may come next, the ends of sequence where the answer is whole; None after an error."""
+        """[vocabulary_size]: what may come next; ends of sequence where the answer is whole. None after an error."""
         if self.error or self._matcher is None:
             return None
         bits = np.zeros((self._vocabulary_size + 31) // 32, dtype=np.uint32)
@@ -78,18 +78,6 @@ class ConstraintMaker:
         for token_id in generated.tolist():
             constraint.append(token_id)
         return constraint
-
-
-def vocabulary_of(tokenizer_json: str, vocabulary_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """The bytes of every token.
-
-    Args:
-        tokenizer_json: as the `tokenizers` library writes it.
-
-    Raises:
-        ValueError: the vocabulary is larger than the model's, or of a kind that the library does not know.
-    """
-    return LLTokenizer(tokenizer_json, n_vocab=vocabulary_size, eos_token=list(eos_token_ids))
 
 
 def _report(tokenizer: "Future[LLTokenizer]") -> None:

@@ -89,4 +89,4 @@ def has_penalties(sampling: RowSampling) -> bool:
 def has_rules(sampling: RowSampling) -> bool:
     """Whether the row needs a `RowRules`."""
     ids = (sampling.suppressed_token_ids, sampling.bias_token_ids, sampling.allowed_token_ids)
-    return has_penalties(sampling) or any(map(len, (*ids, sampling.banned_token_ids, sampling.grammar)))
+    return has_penalties(sampling) or bool(sampling.grammar) or any(map(len, (*ids, sampling.banned_token_ids)))

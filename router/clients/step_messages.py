@@ -66,6 +66,7 @@ def _sampling_message(sampling: RowSampling) -> executor_pb2.RowSampling:
         banned_token_ids=[token_id for sequence in sampling.banned for token_id in sequence],
         prompt_logprobs_from=sampling.prompt_logprobs_from,
         prompt_logprobs_until=sampling.prompt_logprobs_until,
+        grammar=sampling.grammar,
     )
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from octavo.v1 import inference_pb2
 from router.raw import RawRequest
-from router.request import Chat, ChatMessage
+from router.request import Chat, ChatMessage, Constraint
 
 # Of a list that no request needs longer: a message may hold millions, and reading them would hold up every stream.
 MAX_ENTRIES_READ = 64
@@ -39,6 +39,7 @@ def read_request(message: inference_pb2.GenerateRequest | inference_pb2.Generate
         stop_token_ids=stopping.stop_token_ids,
         include_stop=stopping.include_stop,
         ignore_eos=stopping.ignore_eos,
+        constraint=_constraint(message),
         logprobs=message.output.logprobs,
         top_logprobs=message.output.top_logprobs,
         prompt_logprobs=message.output.prompt_logprobs,
@@ -73,6 +74,16 @@ def _optional(message: Any, field: str) -> Any:
     return getattr(message, field) if message.HasField(field) else None
 
 
+def _constraint(message: Any) -> Constraint | None:
+    """None: unset. A kind that is unset too has no texts."""
+    if not message.HasField("constraint"):
+        return None
+    kind = message.constraint.WhichOneof("kind") or ""
+    if kind == "choice":
+        return Constraint(kind, tuple(message.constraint.choice.options))
+    return Constraint(kind, (getattr(message.constraint, kind),) if kind else ())
+
+
 def _floats(message: Any) -> dict[str, float]:
     beam = message.sampling.beam
     return {"sampling.beam.length_penalty": beam.length_penalty} if beam.HasField("length_penalty") else {}
@@ -88,7 +99,7 @@ def _unsupported(message: Any) -> list[str]:
     found = []
     if message.sampling.HasField("beam"):
         found.append("sampling.beam")
-    found += [name for name in ("constraint", "adapter", "time_limit") if message.HasField(name)]
+    found += [name for name in ("adapter", "time_limit") if message.HasField(name)]
     if message.resume:
         found.append("resume")
     return found

@@ -160,7 +160,6 @@ async def test_sizes_of_lists_and_strings(source: str) -> None:
     ("field", "fields"),
     [
         ("sampling.beam", {"sampling": {"beam": {"width": 4}}}),
-        ("constraint", {"constraint": {"regex": "a+"}}),
         ("adapter", {"adapter": "lora"}),
         ("time_limit", {"time_limit": {"seconds": 1}}),
         ("resume", {"resume": [{"token_ids": [1]}]}),

@@ -373,6 +373,7 @@ async def test_every_field_of_a_row_arrives():
             num_top_logprobs=2,
             prompt_logprobs_from=1,
             prompt_logprobs_until=2,
+            grammar='start: "x"',
         )
         request = first_step().step
         request.started_rows[0].sampling.CopyFrom(sampling)
@@ -394,5 +395,6 @@ async def test_every_field_of_a_row_arrives():
     generated = [token != history[0] for token in sorted(history)]
     assert rules.presence.tolist() == [0.5 * is_generated for is_generated in generated]
     assert rules.frequency.tolist() == [0.25 * is_generated for is_generated in generated]
+    assert rules.dead_rows.tolist() == [0], "this executor has no vocabulary to follow a grammar with"
     assert batch.sample_scores.num_top.tolist() == [2]
     assert batch.prompt_scores.token_ids.tolist() == [history[1]]
