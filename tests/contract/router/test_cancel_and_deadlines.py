@@ -41,7 +41,7 @@ async def test_one_more_than_the_slots_all_cancelled_by_their_clients(source: st
         stack.executor.hooks.before_step = slow
         calls = [open_stream(stack, letter * 40) for letter in "abcd"]
         first = asyncio.create_task(calls[0].read())
-        await until(lambda: len(stack.engine.roster.running) == 3)
+        await until(lambda: len(stack.engine.roster.running) == 3 and len(stack.engine.roster) == 4)
         await first
         for call in calls:
             call.cancel()
