@@ -232,3 +232,23 @@ async def test_filters_at_their_edges(case: Case) -> None:
             assert tokens_of(await answer(client, prompt, **(seeded | options))) == greedy, options
         mixed = await asyncio.gather(*(answer(client, prompt, **(seeded | options)) for options in [*off, *one]))
         assert [tokens_of(found) for found in mixed] == [plain] * len(off) + [greedy] * len(one)
+
+
+async def test_four_answers_with_a_seed(case: Case) -> None:
+    """Field failures 23, 24: four different ones, the same each time, with the prompt scored beside them or not."""
+    prompt = case.prompts[2]
+    options = {"temperature": 1.0, "seed": 42, "n": 4, "frequency_penalty": 0.5, "logprobs": True, "top_logprobs": TOP}
+    async with running_router(case.engine) as client:
+        first = await answer(client, prompt, **options)
+        assert len({choice.token_ids for choice in first.choices}) == 4
+        again, scored = await asyncio.gather(
+            answer(client, prompt, **options), answer(client, prompt, prompt_logprobs=True, **options)
+        )
+        for other in (again, scored):
+            assert [choice.token_ids for choice in other.choices] == [choice.token_ids for choice in first.choices]
+        check_logprobs(scored.prompt_logprobs, case.logits(prompt)[:-1], prompt[1:])
+        for choice in first.choices:
+            logits = case.logits([*prompt, *choice.token_ids])[len(prompt) - 1 : -1]
+            check_logprobs(choice.logprobs, logits, choice.token_ids)
+        alone = await answer(client, prompt, **(options | {"n": 1}))
+        assert tokens_of(alone) == first.choices[0].token_ids

@@ -200,3 +200,31 @@ async def test_limits_are_told(source: str) -> None:
         assert (limits.max_bad_words, limits.max_bad_word_bytes) == (64, 256)
         with pytest.raises(grpc.aio.AioRpcError):
             await stack.generate(output={"logprobs": True, "top_logprobs": limits.max_top_logprobs + 1})
+
+
+async def test_several_answers_share_one_scored_prompt_and_echo_it_each(source: str) -> None:
+    """Field failure 23 with n of 2: the prompt's numbers once; each answer its own, behind the echo."""
+    async with running_stack(source, saying("hello")) as stack:
+        output = {"logprobs": True, "prompt_logprobs": True, "top_logprobs": 1, "echo": True}
+        response = await stack.generate(PROMPT, output=output, sampling={"n": 2})
+        check_logprobs(response.prompt_logprobs, list(PROMPT.encode())[1:], 1, 1)
+        assert [choice.index for choice in response.choices] == [0, 1]
+        for choice in response.choices:
+            assert choice.text.startswith(PROMPT)
+            generated = list(choice.token_ids)[len(PROMPT) :]
+            assert len(choice.logprobs) == len(generated)
+            check_logprobs(choice.logprobs, generated, len(PROMPT), 1)
+        events = await stack.stream(PROMPT, output=output, sampling={"n": 2})
+        pieces = [entry for event in events for entry in event.prompt_logprobs.logprobs]
+        check_logprobs(pieces, list(PROMPT.encode())[1:], 1, 1)
+        for index, choice in enumerate(response.choices):
+            mine = [delta for delta in deltas_of(events) if delta.index == index]
+            assert "".join(delta.text for delta in mine) == choice.text
+            num_carried = 0
+            for delta in mine:
+                assert delta.token_offset == num_carried
+                num_carried += len(delta.token_ids)
+            assert [entry.token_id for delta in mine for entry in delta.logprobs] == [
+                entry.token_id for entry in choice.logprobs
+            ]
+        await stack.settle()
