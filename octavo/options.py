@@ -29,6 +29,7 @@ class GenerateOptions(TypedDict, total=False):
     allowed_token_ids: Sequence[int]
     bad_words: Sequence[str]
     n: int
+    best_of: int
     # stopping
     max_tokens: int
     min_tokens: int
@@ -65,7 +66,7 @@ FIELD_PATHS: Mapping[str, str] = {
         name: f"sampling.{name}"
         for name in (
             *("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty"),
-            *("repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "n"),
+            *("repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "n", "best_of"),
         )
     },
     **{

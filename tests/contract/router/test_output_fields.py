@@ -1,5 +1,6 @@
 """What a client may ask for beside text and ids: log-probabilities, those of the prompt, echo; unary and streamed."""
 
+import asyncio
 from typing import Any
 
 import grpc
@@ -114,6 +115,29 @@ async def test_prompt_logprobs_over_a_lost_session_come_once(source: str) -> Non
         assert len({start.incarnation for step in stack.executor.steps for start in step.started_rows}) > 1
         check_logprobs(response.prompt_logprobs, list(PROMPT.encode())[1:], 1, 0)
         check_logprobs(response.choices[0].logprobs, [*b"hello", 256], len(PROMPT), 0)
+
+
+async def test_preempted_answers_keep_their_numbers(source: str) -> None:
+    """Field failure 25: two requests in a pool for one and a half: the same text, ids and numbers as alone."""
+    fields: dict[str, Any] = {
+        "output": {"logprobs": True, "top_logprobs": 2, "prompt_logprobs": True, "echo": True},
+        "sampling": {"frequency_penalty": 0.5, "bad_words": ["xyz"]},
+        "stopping": {"max_tokens": 20},
+    }
+    prompts = ["first one", "second one"]
+    async with running_stack(source, num_blocks=10, config={"max_tokens_per_step": 7}) as stack:
+        alone = [await stack.generate(prompt, **fields) for prompt in prompts]
+        assert stack.metric("octavo_num_preemptions_total") == 0
+        together = await asyncio.gather(*(stack.generate(prompt, **fields) for prompt in prompts))
+        assert stack.metric("octavo_num_preemptions_total") > 0
+        for prompt, first, second in zip(prompts, alone, together, strict=True):
+            assert list(first.choices) == list(second.choices)
+            assert list(first.prompt_logprobs) == list(second.prompt_logprobs)
+            assert first.usage == second.usage
+            check_logprobs(second.prompt_logprobs, list(prompt.encode())[1:], 1, 2)
+        restarts = [start.sampling for step in stack.executor.steps for start in step.started_rows]
+        assert {each.num_prompt_tokens for each in restarts} == {len(prompt) for prompt in prompts}
+        await stack.settle()
 
 
 async def test_echo_begins_with_the_prompt(source: str) -> None:
