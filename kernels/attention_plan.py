@@ -66,7 +66,7 @@ def choose_tile(shape: AttentionShape, device: DeviceProperties) -> TilePlan:
     decoded = shape.kv_bytes < shape.element_bytes and (block_m > 16 or not device.native_fp8)
     block_n = 32 if narrow or decoded else 64
     num_stages = _stages_that_fit(shape, block_m, block_n, device)
-    most_for_four_warps = 64 * 128 if device.warpgroup_dots else 32 * 128
+    most_for_four_warps = 64 * 128 if device.warpgroup_dots or device.registers_per_thread > 255 else 32 * 128
     num_warps = 8 if block_m * widest > most_for_four_warps else 4
     return TilePlan(block_q, block_m, block_n, num_warps, num_stages)
 

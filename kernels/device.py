@@ -17,12 +17,15 @@ class DeviceProperties:
     shared_memory_bytes: int  # that one program may have, opt-in limit
     native_fp8: bool  # converts e4m3fn by instruction
     warpgroup_dots: bool  # four warps do a dot of 64 rows together, reading operands from shared memory
+    registers_per_thread: int = 255  # that a program of four warps may have
 
 
 A100 = DeviceProperties("sm_80", 108, 163 * 1024, native_fp8=False, warpgroup_dots=False)
 H100 = DeviceProperties("sm_90", 132, 227 * 1024, native_fp8=True, warpgroup_dots=True)
 B200 = DeviceProperties("sm_100", 148, 227 * 1024, native_fp8=True, warpgroup_dots=True)
-MI300X = DeviceProperties("gfx942", 304, 64 * 1024, native_fp8=False, warpgroup_dots=False)  # its e4m3 is another, fnuz
+MI300X = DeviceProperties(  # its own e4m3 is another format, fnuz
+    "gfx942", 304, 64 * 1024, native_fp8=False, warpgroup_dots=False, registers_per_thread=512
+)
 INTERPRETER = DeviceProperties("interpreter", 8, 227 * 1024, native_fp8=False, warpgroup_dots=False)
 
 
@@ -38,7 +41,7 @@ def device_properties(device: torch.device) -> DeviceProperties:
         )
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
-        return DeviceProperties(properties.gcnArchName, properties.multi_processor_count, 64 * 1024, False, False)
+        return DeviceProperties(properties.gcnArchName, properties.multi_processor_count, 64 * 1024, False, False, 512)
     return DeviceProperties(
         f"sm_{properties.major}{properties.minor}",
         properties.multi_processor_count,

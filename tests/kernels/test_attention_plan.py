@@ -104,3 +104,11 @@ def test_decode_tiles_leave_room_for_two_programs(device):
     tiles_in_flight = (tile.num_stages - 1) // 2
     needed = 16 * 128 * 2 + tiles_in_flight * tile.block_n * 256 * 2
     assert 2 * needed <= device.shared_memory_bytes
+
+
+@pytest.mark.parametrize(("device", "num_warps"), [(A100, 8), (H100, 4), (B200, 4), (MI300X, 4)])
+def test_a_tile_of_64_rows_has_the_warps_that_hold_it(device, num_warps):
+    """Of 128 dimensions: four warps spilled on sm_80; on gfx942 a thread of four has 512 registers, and eight spilled."""
+    prefill = dataclasses.replace(DECODE_8B, num_tokens=2048, num_seqs=4, max_query_len=512, kv_bytes=1)
+    tile = plan.choose_tile(prefill, device)
+    assert (tile.block_m, tile.num_warps) == (64, num_warps)
