@@ -108,7 +108,7 @@ def test_decode_tiles_leave_room_for_two_programs(device):
 
 @pytest.mark.parametrize(("device", "num_warps"), [(A100, 8), (H100, 4), (B200, 4), (MI300X, 4)])
 def test_a_tile_of_64_rows_has_the_warps_that_hold_it(device, num_warps):
-    """Of 128 dimensions: four warps spilled on sm_80; on gfx942 a thread of four has 512 registers, and eight spilled."""
+    """Of 128 dimensions: four warps spilled on sm_80, eight on gfx942, where a thread of four has 512 registers."""
     prefill = dataclasses.replace(DECODE_8B, num_tokens=2048, num_seqs=4, max_query_len=512, kv_bytes=1)
     tile = plan.choose_tile(prefill, device)
     assert (tile.block_m, tile.num_warps) == (64, num_warps)
