@@ -1,6 +1,7 @@
 """Rows that follow a grammar: over sessions on scripted logits, with a vocabulary of bytes."""
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -140,6 +141,18 @@ def test_a_schema(maker: ConstraintMaker) -> None:
     found = json.loads(TOKENIZER.decode(tokens[:end]))
     assert 10 <= found["a"] <= 99
     assert found["b"] in ("x", "yy")
+
+
+def test_a_costly_grammar_does_not_hold_up_the_step(maker: ConstraintMaker) -> None:
+    """A million letters: each step stays far below the seconds that the library would spend on it by default."""
+    session = session_of(maker)
+    run(session, {1: RowSampling()}, 1)  # the vocabulary is there
+    began = time.monotonic()
+    start = row(0, PROMPT, list(range(1, 16)), sampling=regex("(a{1000}){1000}"))
+    result = session.process(step(2, [(0, 0, len(PROMPT)), (1, len(PROMPT), 1)], started_rows=(start,)))
+    assert isinstance(result, StepResult)
+    assert time.monotonic() - began < 1.0
+    assert result.num_sampled[1] == 1
 
 
 def test_no_rules_no_objects() -> None:
