@@ -1,7 +1,9 @@
 """What one sampled token does to an answer: its text, and whether it is the last. No IO, no bookkeeping of rows."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from octavo.errors import FieldViolation, invalid_argument
 from router.live import Choice
 from router.request import FinishReason
 
@@ -33,6 +35,24 @@ def accept_token(live: Choice, token_id: int, eos_token_ids: frozenset[int]) -> 
     if ending.reason is live.spec.limit_reason:
         ending = _text_ending(live) or ending
     return text, ending
+
+
+def replay_tokens(choice: Choice, token_ids: Sequence[int], eos_token_ids: frozenset[int], field: str) -> Ending | None:
+    """Append tokens that the client already has, and their text with them.
+
+    Returns:
+        The ending, if the last of them was the last of the answer.
+
+    Raises:
+        OctavoError: INVALID_ARGUMENT for `field` where they go on behind the end of the answer.
+    """
+    ending = None
+    for place, token_id in enumerate(token_ids):
+        if ending is not None:
+            message = f"has {len(token_ids)} ids, but the answer ended with {place} ({ending.reason.name})"
+            raise invalid_argument(FieldViolation(field, message))
+        _, ending = accept_token(choice, token_id, eos_token_ids)
+    return ending
 
 
 def _token_ending(live: Choice, token_id: int, eos_token_ids: frozenset[int]) -> Ending | None:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from octavo.errors import Code, OctavoError
-from router import scheduler
+from router import refusals, scheduler
 from router.capacity import Capacity
-from router.delivery import Ending, accept_token
+from router.delivery import Ending, accept_token, replay_tokens
 from router.ids import SessionKey, StepId
 from router.live import Choice, LiveRequest, Phase
 from router.logprob import TokenLogprob
@@ -74,6 +74,7 @@ class Engine:
         self._observer = observer
         self._clock = clock
         self._wakeup = asyncio.Event()
+        self._time_limits: dict[LiveRequest, float] = {}  # when it ends with what there is
         self._outcomes: list[tuple[Outcome, float]] = []  # and when it arrived
         self._steps: SessionSteps | None = None
         self._capacity = Capacity(model, limits.slack_blocks, self.roster, outbox, observer)
@@ -83,24 +84,56 @@ class Engine:
     def reserve(self, checked: CheckedRequest) -> LiveRequest:
         """Take an id and a place in the queue for a request whose prompt is not tokenized yet.
 
+        A live request of the same id and body is superseded: its call ends with ABORTED.
+
         Raises:
-            OctavoError: ALREADY_EXISTS, RESOURCE_EXHAUSTED when the queue is full, FAILED_PRECONDITION when it has
-                more choices than can run at once.
+            OctavoError: ALREADY_EXISTS for another body, RESOURCE_EXHAUSTED when the queue is full, FAILED_PRECONDITION
+                when it has more choices than can run at once.
         """
         num_choices, rows = checked.sampling.num_choices, self.limits.max_running_requests
         if num_choices > rows:
-            raise _too_many_choices(num_choices, rows)
+            raise refusals.too_many_choices(num_choices, rows)
+        older = self.roster.find(checked.request_id)
+        if older is not None and not older.checked.is_same_body(checked):
+            raise refusals.id_is_live(checked.request_id)
+        if older is not None:
+            self._fail(older, refusals.superseded(checked.request_id))
         queued = self.roster.num_queued
         if queued >= self.limits.max_queued_requests + self.roster.num_free_slots:
-            raise _queue_full(queued, self.limits.max_queued_requests)
-        return self.roster.reserve(checked, self._clock())
+            raise refusals.queue_full(queued, self.limits.max_queued_requests)
+        live = self.roster.reserve(checked, self._clock())
+        if checked.time_limit_s is not None:
+            self._time_limits[live] = live.times.arrived + checked.time_limit_s
+            self._wakeup.set()
+        return live
 
     def submit(self, live: LiveRequest, spec: RequestSpec, answers: list[AnswerText]) -> None:
-        """The prompt is tokenized: queue it, unless it was cancelled meanwhile. `answers`: one for each choice."""
-        if not live.is_ended:
-            live.submit(spec, answers)
-            self.roster.enqueue(live.choices[0])
-            self._wakeup.set()
+        """The prompt is tokenized: queue it, unless it was cancelled meanwhile. `answers`: one for each choice.
+
+        Raises:
+            OctavoError: INVALID_ARGUMENT where resumed tokens go on behind the end of their answer.
+        """
+        if live.is_ended:
+            return
+        live.submit(spec, answers)
+        for choice in live.choices:
+            if choice.phase is Phase.WAITING:
+                self.roster.enqueue(choice)
+        self._replay(live)
+        self._wakeup.set()
+
+    def _replay(self, live: LiveRequest) -> None:
+        """What the client already has: it may hold the end of an answer."""
+        endings = {}
+        for place, (index, token_ids) in enumerate(live.checked.resume):
+            field = f"resume[{place}].token_ids"
+            endings[index] = replay_tokens(live.choices[index], token_ids, self.model.eos_token_ids, field)
+            live.stream.resume(index, len(token_ids))
+        for index, ending in endings.items():
+            if ending is not None:
+                self._finish(live.choices[index], ending)
+        if live.is_ended:
+            live.stream.start(_started(live))
 
     def cancel(self, request_id: str) -> bool:
         """End a request in order: its client hears CANCELLED. False: no live request has this id."""
@@ -203,7 +236,8 @@ class Engine:
         while True:
             now = self._clock()
             self.turn(now)
-            retry_at = self._capacity.next_retry_after(now)
+            moments = (self._capacity.next_retry_after(now), *self._time_limits.values())
+            retry_at = min((moment for moment in moments if moment is not None), default=None)
             try:
                 async with asyncio.timeout_at(None if retry_at is None else loop.time() + retry_at - now):
                     await self._wakeup.wait()
@@ -214,11 +248,16 @@ class Engine:
     def turn(self, now: float) -> None:
         """Everything that can be done now, in this order. Without a session nothing runs and nobody is admitted."""
         self._receive()
+        self._expire(now)
         if self._steps is not None:
             self._capacity.preempt(self._steps, now)
             self._capacity.admit(now)
             self._capacity.extend(self._steps, now)
             self._send(self._steps)
+
+    def _expire(self, now: float) -> None:
+        for request in [request for request, moment in self._time_limits.items() if moment <= now]:
+            self._finish_all(request, FinishReason.TIME_LIMIT)
 
     def _receive(self) -> None:
         outcomes, self._outcomes = self._outcomes, []
@@ -238,7 +277,7 @@ class Engine:
         self._outbox.acknowledge(steps.key, result.step_id)
         for sent_run, output in zip(sent.runs, result.run_outputs(), strict=True):
             if output.failure is not None:
-                self._fail(sent_run.choice.request, _internal(output.failure.reason, output.failure.message))
+                self._fail(sent_run.choice.request, refusals.step_failed(output.failure.reason, output.failure.message))
             elif sent_run.choice.phase is not Phase.ENDED:
                 self._advance(sent_run, output, began)
         self._observer.on_step(
@@ -314,14 +353,15 @@ class Engine:
         sent = steps.fail(failed.step_id)
         log.error("step %d failed with %s: %s", failed.step_id, failed.reason, failed.message)
         for sent_run in sent.runs:
-            self._fail(sent_run.choice.request, _internal(failed.reason, failed.message))
+            self._fail(sent_run.choice.request, refusals.step_failed(failed.reason, failed.message))
 
     def _begin(self, choice: Choice, outcome: Allocated) -> None:
         self._capacity.take_allocation(choice, outcome)
         request = choice.request
         if request.num_cached_tokens is None:
-            request.num_cached_tokens = outcome.num_cached_tokens
-            self._observer.on_admitted(request.spec.num_prompt_tokens, outcome.num_cached_tokens)
+            num_prompt = request.spec.num_prompt_tokens
+            request.num_cached_tokens = min(num_prompt, outcome.num_cached_tokens)  # resumed tokens are no prompt
+            self._observer.on_admitted(num_prompt, request.num_cached_tokens)
             request.stream.start(_started(request))
             if request.checked.output.echo:
                 for each in request.choices:
@@ -379,6 +419,7 @@ class Engine:
         self._wakeup.set()
 
     def _report(self, request: LiveRequest, outcome: str) -> None:
+        self._time_limits.pop(request, None)
         now = self._clock()
         usage, timing = request.usage(), request.timing(now)
         self._observer.on_ended(outcome, usage, timing, now - request.times.arrived)
@@ -388,31 +429,3 @@ class Engine:
 
 def _started(live: LiveRequest) -> Started:
     return Started(live.request_id, live.usage().prompt_tokens, live.num_cached_tokens or 0, live.checked.sampling.seed)
-
-
-def _internal(reason: str, message: str) -> OctavoError:
-    return OctavoError(
-        Code.INTERNAL,
-        "STEP_FAILED",
-        f"the executor could not compute this request: {message}",
-        metadata={"reason": reason},
-    )
-
-
-def _too_many_choices(num_choices: int, rows: int) -> OctavoError:
-    return OctavoError(
-        Code.FAILED_PRECONDITION,
-        "NEVER_FITS",
-        f"{num_choices} answers are asked for, and this engine generates {rows} at once; lower n or best_of",
-        metadata={"num_choices": str(num_choices), "max_running_requests": str(rows)},
-    )
-
-
-def _queue_full(queued: int, allowed: int) -> OctavoError:
-    return OctavoError(
-        Code.RESOURCE_EXHAUSTED,
-        "QUEUE_FULL",
-        f"{queued} requests wait, and {allowed} may; try again later or send to another router",
-        metadata={"queued": str(queued), "max_queued_requests": str(allowed)},
-        retry_after_s=1.0,
-    )

@@ -200,10 +200,13 @@ class LiveRequest:
         return sum(choice.phase is Phase.UNBORN for choice in self.choices)
 
     def submit(self, spec: RequestSpec, answers: list[AnswerText]) -> None:
-        """The prompt is tokenized: the first choice waits for its place, the others for the first one's token."""
+        """The prompt is tokenized: the first choice waits for its place, the others for the first one's token.
+
+        Where one is resumed its history is its own, and each choice waits for its own place.
+        """
         self._spec = spec
         for choice, answer in zip(self.choices, answers, strict=True):
-            phase = Phase.UNBORN if choice.index else Phase.WAITING
+            phase = Phase.UNBORN if choice.index and not self.checked.resume else Phase.WAITING
             choice.submit(answer, list(spec.prompt_ids), phase)
 
     def ranking(self) -> list[int]:
@@ -212,9 +215,10 @@ class LiveRequest:
 
     def usage(self) -> Usage:
         if self._spec is None:
-            return Usage(0, 0, 0)
+            return Usage(0, 0, 0, 0)
         generated = sum(choice.num_generated for choice in self.choices)
-        return Usage(self._spec.num_prompt_tokens, self.num_cached_tokens or 0, generated)
+        resumed = sum(len(token_ids) for _, token_ids in self.checked.resume)
+        return Usage(self._spec.num_prompt_tokens, self.num_cached_tokens or 0, generated, resumed)
 
     def timing(self, now: float) -> Timing:
         """Spans that were not reached end now, or are 0."""

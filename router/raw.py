@@ -51,6 +51,8 @@ class RawRequest:
     salt: str | None = None
     bypass_cache: bool = False
     priority: int = 0
+    time_limit_s: float | None = None
+    resume: Sequence[tuple[int, Sequence[int]]] = ()  # (index, token ids)
     # Numbers of fields that are not supported, by path: only their ranges and neutral values are known.
     floats: Mapping[str, float] = field(default_factory=dict)
     ids: Mapping[str, Sequence[int]] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 
@@ -117,6 +117,12 @@ class CheckedRequest:
     salt: str | None
     bypass_cache: bool
     priority: int
+    time_limit_s: float | None  # since arrival
+    resume: tuple[tuple[int, tuple[int, ...]], ...]  # (index of a choice, tokens that the client has), each index once
+
+    def is_same_body(self, other: "CheckedRequest") -> bool:
+        """Whether both ask for the same answer, whatever of it the client already has."""
+        return replace(self, resume=()) == replace(other, resume=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +159,8 @@ class RequestSpec:
 class Usage:
     prompt_tokens: int
     cached_tokens: int
-    generated_tokens: int
+    generated_tokens: int  # the resumed ones among them
+    resumed_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

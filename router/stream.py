@@ -92,6 +92,7 @@ class EventStream:
         self._is_ranked = num_shown < num_choices
         self._num_shown = num_shown
         self._started: Started | None = None
+        self._is_started = False
         self._prompt_logprobs: list[TokenLogprob] = []
         self._prompt_offset = 1  # nothing comes before the first token of a prompt
         self._completed: Completed | None = None
@@ -103,8 +104,14 @@ class EventStream:
         """Index of the first prompt token whose log-probability is not here yet."""
         return self._prompt_offset + len(self._prompt_logprobs)
 
+    def resume(self, index: int, num_tokens: int) -> None:
+        """The client has as many tokens of this choice."""
+        self._channels[index].num_carried = num_tokens
+
     def start(self, event: Started) -> None:
+        """Nothing is read before."""
         self._started = event
+        self._is_started = True
         self._filled.set()
 
     def add_prompt_logprobs(self, logprobs: Sequence[TokenLogprob]) -> None:
@@ -151,12 +158,14 @@ class EventStream:
                 yield event
             if self._error is not None:
                 raise self._error
-            if completed is not None:
+            if completed is not None and self._is_started:
                 yield completed
                 return
 
     def _take(self) -> list[Event]:
         events: list[Event] = []
+        if not self._is_started:
+            return events
         if self._started is not None:
             events.append(self._started)
             self._started = None

@@ -24,6 +24,7 @@ MAX_BAD_WORD_BYTES = 256
 MAX_TOP_LOGPROBS = 20
 MAX_CONSTRAINT_BYTES = 65536
 MAX_CONSTRAINT_OPTIONS = 256
+MAX_TIME_LIMIT_S = 1e9
 
 _NOT_SUPPORTED = "is not supported yet; leave it unset"
 
@@ -66,6 +67,8 @@ def validate(raw: RawRequest, model: Model, limits: RequestLimits, new_request_i
     _check_stopping(raw, model, limits, wrong)
     _check_output(raw, wrong)
     _check_constraint(raw, wrong)
+    _check_time_limit(raw, wrong)
+    _check_resume(raw, wrong)
     if wrong:
         raise invalid_argument(*wrong)
     return _checked(raw, raw.request_id or new_request_id, model)
@@ -188,6 +191,32 @@ def _check_choices(raw: RawRequest, limits: RequestLimits, wrong: _Violations) -
         wrong.check(n <= raw.best_of <= most, "sampling.best_of", message)
 
 
+def _check_time_limit(raw: RawRequest, wrong: _Violations) -> None:
+    if (limit_s := raw.time_limit_s) is not None:
+        message = f"is {limit_s:g} s; allowed is more than 0, up to {MAX_TIME_LIMIT_S:g}"
+        wrong.check(0 < limit_s <= MAX_TIME_LIMIT_S, "time_limit", message)
+
+
+def _check_resume(raw: RawRequest, wrong: _Violations) -> None:
+    """Ids of tokens are checked with all others."""
+    if not raw.resume:
+        return
+    n = raw.n or 1
+    indices = [index for index, _ in raw.resume]
+    for place, index in enumerate(indices):
+        field = f"resume[{place}].index"
+        wrong.check(index < n, field, f"is {index}; allowed is 0 to {n - 1}, below sampling.n")
+        wrong.check(index not in indices[:place], field, f"is {index} again; each choice once")
+    is_known = bool(raw.request_id) or raw.seed is not None
+    wrong.check(is_known, "request_id", "is unset; resume needs the request_id or the seed of the call it goes on with")
+    for field, is_set in (
+        ("sampling.best_of", (raw.best_of or n) != n),
+        ("output.echo", raw.echo),
+        ("output.prompt_logprobs", raw.prompt_logprobs),
+    ):
+        wrong.check(not is_set, field, "cannot be resumed; leave it unset, or resume unset")
+
+
 def _check_stopping(raw: RawRequest, model: Model, limits: RequestLimits, wrong: _Violations) -> None:
     if raw.max_tokens is not None:
         field, allowed = "stopping.max_tokens", "allowed is 1 and more, or unset: as far as context and pool reach"
@@ -293,6 +322,8 @@ def _checked(raw: RawRequest, request_id: str, model: Model) -> CheckedRequest:
         # A cached token is not computed, and what is not computed has no log-probability.
         bypass_cache=raw.bypass_cache or raw.prompt_logprobs,
         priority=raw.priority,
+        time_limit_s=raw.time_limit_s,
+        resume=tuple(sorted((index, tuple(token_ids)) for index, token_ids in raw.resume)),
     )
 
 

@@ -48,6 +48,8 @@ def read_request(message: inference_pb2.GenerateRequest | inference_pb2.Generate
         salt=_optional(message.cache, "salt"),
         bypass_cache=message.cache.bypass,
         priority=message.priority,
+        time_limit_s=message.time_limit.ToNanoseconds() / 1e9 if message.HasField("time_limit") else None,
+        resume=[(resume.index, resume.token_ids) for resume in message.resume],
         floats=_floats(message),
         ids=_ids(message),
         unsupported=_unsupported(message),
@@ -99,7 +101,6 @@ def _unsupported(message: Any) -> list[str]:
     found = []
     if message.sampling.HasField("beam"):
         found.append("sampling.beam")
-    found += [name for name in ("adapter", "time_limit") if message.HasField(name)]
-    if message.resume:
-        found.append("resume")
+    if message.HasField("adapter"):
+        found.append("adapter")
     return found

@@ -80,7 +80,10 @@ class UnaryAnswer:
 
 def usage_message(usage: Usage) -> inference_pb2.Usage:
     return inference_pb2.Usage(
-        prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens, generated_tokens=usage.generated_tokens
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=usage.cached_tokens,
+        generated_tokens=usage.generated_tokens,
+        resumed_tokens=usage.resumed_tokens,
     )
 
 

@@ -161,8 +161,6 @@ async def test_sizes_of_lists_and_strings(source: str) -> None:
     [
         ("sampling.beam", {"sampling": {"beam": {"width": 4}}}),
         ("adapter", {"adapter": "lora"}),
-        ("time_limit", {"time_limit": {"seconds": 1}}),
-        ("resume", {"resume": [{"token_ids": [1]}]}),
     ],
 )
 async def test_what_is_not_supported_yet_is_refused_by_name(source: str, field: str, fields: dict[str, Any]) -> None:
