@@ -68,7 +68,7 @@ def validate(raw: RawRequest, model: Model, limits: RequestLimits, new_request_i
     _check_output(raw, wrong)
     _check_constraint(raw, wrong)
     _check_time_limit(raw, wrong)
-    _check_resume(raw, wrong)
+    _check_resume(raw, model, wrong)
     if wrong:
         raise invalid_argument(*wrong)
     return _checked(raw, raw.request_id or new_request_id, model)
@@ -197,14 +197,19 @@ def _check_time_limit(raw: RawRequest, wrong: _Violations) -> None:
         wrong.check(0 < limit_s <= MAX_TIME_LIMIT_S, "time_limit", message)
 
 
-def _check_resume(raw: RawRequest, wrong: _Violations) -> None:
+def _check_resume(raw: RawRequest, model: Model, wrong: _Violations) -> None:
     """Ids of tokens are checked with all others."""
     if not raw.resume:
         return
-    n = raw.n or 1
+    n, most = raw.n or 1, model.max_context_tokens
+    if len(raw.resume) > n:
+        wrong.append(FieldViolation("resume", f"has {len(raw.resume)} entries or more; at most sampling.n, {n}"))
+        return
     indices = [index for index, _ in raw.resume]
-    for place, index in enumerate(indices):
+    for place, (index, token_ids) in enumerate(raw.resume):
         field = f"resume[{place}].index"
+        message = f"has {len(token_ids)} ids; the context is {most}"
+        wrong.check(len(token_ids) < most, f"resume[{place}].token_ids", message)
         wrong.check(index < n, field, f"is {index}; allowed is 0 to {n - 1}, below sampling.n")
         wrong.check(index not in indices[:place], field, f"is {index} again; each choice once")
     is_known = bool(raw.request_id) or raw.seed is not None

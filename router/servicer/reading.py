@@ -49,7 +49,7 @@ def read_request(message: inference_pb2.GenerateRequest | inference_pb2.Generate
         bypass_cache=message.cache.bypass,
         priority=message.priority,
         time_limit_s=message.time_limit.ToNanoseconds() / 1e9 if message.HasField("time_limit") else None,
-        resume=[(resume.index, resume.token_ids) for resume in message.resume],
+        resume=[(resume.index, resume.token_ids) for resume in message.resume[:MAX_ENTRIES_READ]],
         floats=_floats(message),
         ids=_ids(message),
         unsupported=_unsupported(message),
