@@ -1,6 +1,6 @@
 """Field failure 25: with and without preemptions an answer is the same, byte for byte.
 
-Text, ids, log-probabilities, reason and usage; at every named point. Penalties are the executor's: its tests restart rows.
+Text, ids, log-probabilities, reason and usage; at every named point. Penalties are not here: the script knows none.
 """
 
 from collections.abc import Sequence
