@@ -6,14 +6,14 @@ that cannot go on) are the row's, never the step's.
 """
 
 import logging
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from executor.step import Bools, Ints
-from octavo.errors import OctavoError
 
 log = logging.getLogger(__name__)
 
@@ -66,22 +66,29 @@ class ConstraintMaker:
 
     def __init__(self, load: Callable[[], LLTokenizer]) -> None:
         """load: called once, in a thread; raises OctavoError, OSError or ValueError where there is no vocabulary."""
-        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="constraints")
-        self._tokenizer: Future[LLTokenizer] = thread.submit(load)
+        self._tokenizer: Future[LLTokenizer] = Future()
         self._tokenizer.add_done_callback(_report)
-        thread.shutdown(wait=False)
+        # A daemon: a process that is told to end does not wait for a vocabulary.
+        threading.Thread(target=_fill, args=(self._tokenizer, load), name="vocabulary", daemon=True).start()
 
     def make(self, grammar: str, generated: Ints) -> Constraint:
         """Waits for the vocabulary."""
         try:
             tokenizer = self._tokenizer.result()
-        except (OctavoError, OSError, ValueError) as error:
+        except Exception as error:  # as `load` failed, whatever the library raised: the row's failure, not the step's
             return Constraint(None, None, f"constraints cannot be served: {error}")
         limits = LLParserLimits(initial_lexer_fuel=_INITIAL_LEXER_FUEL)
         constraint = Constraint(LLMatcher(tokenizer, grammar, log_level=_SILENT, limits=limits), tokenizer)
         for token_id in generated.tolist():
             constraint.append(token_id)
         return constraint
+
+
+def _fill(tokenizer: "Future[LLTokenizer]", load: Callable[[], LLTokenizer]) -> None:
+    try:
+        tokenizer.set_result(load())
+    except Exception as error:
+        tokenizer.set_exception(error)
 
 
 def _report(tokenizer: "Future[LLTokenizer]") -> None:
