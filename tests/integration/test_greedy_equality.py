@@ -60,10 +60,9 @@ async def test_every_answer_is_the_oracles(case: Case, chunk: int):
         for prompt in case.prompts:
             await check(prompt, "alone", 0)
         await asyncio.gather(*(check(prompt, "batch", 0) for prompt in case.prompts))
-        for prompt in case.prompts:  # the very prompts that "alone" left in the cache
-            await check(prompt, "alone", (len(prompt) - 1) // BLOCK * BLOCK)
-        await asyncio.gather(*(check(prompt, "batch", (len(prompt) - 1) // BLOCK * BLOCK) for prompt in case.prompts))
-    assert comparison.answers == 4 * len(case.prompts)
+        # The very prompts that "alone" left in the cache.
+        await asyncio.gather(*(check(prompt, "alone", (len(prompt) - 1) // BLOCK * BLOCK) for prompt in case.prompts))
+    assert comparison.answers == 3 * len(case.prompts)
     assert comparison.excused <= 2, f"{comparison.excused} of {comparison.answers} answers left the oracle in doubt"
 
 
