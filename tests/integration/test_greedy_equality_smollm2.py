@@ -19,7 +19,7 @@ from tests.prompts import real_prompts
 NUM_TOKENS = 64
 MAX_EXCUSED = 2
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1500)
 
 
 @dataclass(frozen=True)

@@ -39,10 +39,11 @@ async def test_one_more_than_the_slots_all_cancelled_by_their_clients(source: st
     config = {"max_tokens_per_step": 6, "max_steps_in_flight": max_steps_in_flight}
     async with running_stack(source, max_rows=3, config=config) as stack:
         stack.executor.hooks.before_step = slow
+        stack.executor.hooks.is_open.clear()  # nobody is preempted or ends before all four are there
         calls = [open_stream(stack, letter * 40) for letter in "abcd"]
-        first = asyncio.create_task(calls[0].read())
-        await until(lambda: len(stack.engine.roster.running) == 3 and len(stack.engine.roster) == 4)
-        await first
+        assert await until(lambda: len(stack.engine.roster.running) == 3 and len(stack.engine.roster) == 4)
+        stack.executor.hooks.is_open.set()
+        await calls[0].read()
         for call in calls:
             call.cancel()
         began = time.monotonic()
