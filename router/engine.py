@@ -8,24 +8,24 @@ live requests; every change happens on its event loop.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from octavo.errors import Code, OctavoError
 from router import refusals, scheduler
 from router.capacity import Capacity
-from router.delivery import Ending, accept_token, replay_tokens
+from router.delivery import Ending, replay_tokens
 from router.ids import SessionKey, StepId
 from router.live import Choice, LiveRequest, Phase
-from router.logprob import TokenLogprob
 from router.model import Model
-from router.observer import Observer, StepTimes
+from router.observer import Observer
 from router.outbox import Allocated, Allocation, Extended, Extension, Fork, Forked, Outbox
 from router.request import CheckedRequest, FinishReason, RequestSpec
+from router.results import Results
 from router.roster import Roster
-from router.step import Outcome, RunOutput, Step, StepFailed, StepResult
-from router.steps import SentRun, SessionSteps
+from router.step import Outcome, Step
+from router.steps import SessionSteps
 from router.stream import Completed, Started
 from router.text.answer import AnswerText
 
@@ -75,9 +75,9 @@ class Engine:
         self._clock = clock
         self._wakeup = asyncio.Event()
         self._time_limits: dict[LiveRequest, float] = {}  # when it ends with what there is
-        self._outcomes: list[tuple[Outcome, float]] = []  # and when it arrived
         self._steps: SessionSteps | None = None
         self._capacity = Capacity(model, limits.slack_blocks, self.roster, outbox, observer)
+        self._results = Results(model, self.roster, self._capacity, outbox, observer, self, clock)
 
     # ------------------------------------------------------------------------------------------- calls of the servicer
 
@@ -97,7 +97,7 @@ class Engine:
         if older is not None and not older.checked.is_same_body(checked):
             raise refusals.id_is_live(checked.request_id)
         if older is not None:
-            self._fail(older, refusals.superseded(checked.request_id))
+            self.fail(older, refusals.superseded(checked.request_id))
         queued = self.roster.num_queued
         if queued >= self.limits.max_queued_requests + self.roster.num_free_slots:
             raise refusals.queue_full(queued, self.limits.max_queued_requests)
@@ -131,7 +131,7 @@ class Engine:
             live.stream.resume(index, len(token_ids))
         for index, ending in endings.items():
             if ending is not None:
-                self._finish(live.choices[index], ending)
+                self.finish(live.choices[index], ending)
         if live.is_ended:
             live.stream.start(_started(live))
 
@@ -151,7 +151,7 @@ class Engine:
     def fail_all(self, error: OctavoError) -> None:
         """End every live request with an error."""
         for live in self.roster:
-            self._fail(live, error)
+            self.fail(live, error)
 
     def sent_steps(self) -> dict[SessionKey, StepId]:
         """The highest step that was sent to the session: what it may still write."""
@@ -179,12 +179,12 @@ class Engine:
             self._steps.abandon()
             self._outbox.forget_session(self._steps.key)
         self._steps = None
-        self._outcomes.clear()
+        self._results.clear()
         self._capacity.forget_session()
 
     def on_outcome(self, outcome: Outcome) -> None:
         """A step's result is here."""
-        self._outcomes.append((outcome, self._clock()))
+        self._results.add(outcome)
         self._wakeup.set()
 
     def on_allocated(self, allocation: Allocation, outcome: Allocated) -> None:
@@ -198,7 +198,7 @@ class Engine:
         elif outcome.error.code is Code.RESOURCE_EXHAUSTED:
             self._capacity.take_refusal(choice, self._clock())
         else:
-            self._fail(choice.request, outcome.error)
+            self.fail(choice.request, outcome.error)
 
     def on_extended(self, extension: Extension, outcome: Extended) -> None:
         """More blocks for a row, or none."""
@@ -212,7 +212,7 @@ class Engine:
         elif outcome.error.code is Code.RESOURCE_EXHAUSTED:
             self._capacity.take_shortage()
         else:
-            self._fail(choice.request, outcome.error)
+            self.fail(choice.request, outcome.error)
 
     def on_forked(self, fork: Fork, outcome: Forked) -> None:
         """Shares of the first choice's blocks for all the others; where there are none, they wait for blocks."""
@@ -226,7 +226,7 @@ class Engine:
             elif outcome.error.code is Code.RESOURCE_EXHAUSTED:
                 self._capacity.take_refusal(child, self._clock())
             else:
-                self._fail(child.request, outcome.error)
+                self.fail(child.request, outcome.error)
 
     # -------------------------------------------------------------------------------------------------------- the loop
 
@@ -247,7 +247,8 @@ class Engine:
 
     def turn(self, now: float) -> None:
         """Everything that can be done now, in this order. Without a session nothing runs and nobody is admitted."""
-        self._receive()
+        if self._steps is not None:
+            self._results.take(self._steps)
         self._expire(now)
         if self._steps is not None:
             self._capacity.preempt(self._steps, now)
@@ -258,102 +259,6 @@ class Engine:
     def _expire(self, now: float) -> None:
         for request in [request for request, moment in self._time_limits.items() if moment <= now]:
             self._finish_all(request, FinishReason.TIME_LIMIT)
-
-    def _receive(self) -> None:
-        outcomes, self._outcomes = self._outcomes, []
-        for outcome, received in outcomes:
-            if self._steps is None or self._steps.drop_refused():
-                continue
-            if isinstance(outcome, StepResult):
-                self._deliver(self._steps, outcome, received)
-            elif isinstance(outcome, StepFailed):
-                self._drop_failed_step(self._steps, outcome)
-            else:
-                raise ValueError(f"the executor misses a step behind {outcome.last_applied_step}")
-
-    def _deliver(self, steps: SessionSteps, result: StepResult, received: float) -> None:
-        began = self._clock()
-        sent = steps.complete(result.step_id)
-        self._outbox.acknowledge(steps.key, result.step_id)
-        for sent_run, output in zip(sent.runs, result.run_outputs(), strict=True):
-            if output.failure is not None:
-                self._fail(sent_run.choice.request, refusals.step_failed(output.failure.reason, output.failure.message))
-            elif sent_run.choice.phase is not Phase.ENDED:
-                self._advance(sent_run, output, began)
-        self._observer.on_step(
-            StepTimes(
-                session_id=steps.key.session_id,
-                step_id=result.step_id,
-                num_rows=len(sent.runs),
-                num_tokens=sum(sent_run.run.num_tokens for sent_run in sent.runs),
-                plan_began=sent.plan_began,
-                send_began=sent.send_began,
-                sent=sent.sent,
-                received=received,
-                deliver_began=began,
-                delivered=self._clock(),
-                execute_began_unix_s=result.execute_began_unix_s,
-                execute_s=result.execute_s,
-            )
-        )
-
-    def _advance(self, sent_run: SentRun, output: RunOutput, now: float) -> None:
-        """A choice is further by one run: also one that was preempted while the run was on its way."""
-        choice = sent_run.choice
-        if sent_run.is_current and choice.phase is Phase.RUNNING:
-            choice.row.num_computed = sent_run.run.start + sent_run.run.num_tokens
-            self._capacity.settle_copy(choice)
-        choice.stream.add_prompt_logprobs(output.prompt_logprobs)
-        if len(output.token_ids) > 1:
-            self._bear(choice, output, now)
-        elif output.token_ids:
-            self._accept(choice, output.token_ids[0], output.logprobs[:1], now)
-        self._capacity.commit(choice)
-
-    def _bear(self, first: Choice, output: RunOutput, now: float) -> None:
-        """The first token of every choice: those that go on share the blocks of the first, or wait for their own."""
-        choices = first.request.choices
-        children = []
-        for index, token_id in enumerate(output.token_ids[1:], 1):
-            ending = self._deliver_token(choices[index], token_id, output.logprobs[index : index + 1], now)
-            if ending is not None:
-                self._finish(choices[index], ending)
-            else:
-                children.append(choices[index])
-        if children and first.phase is Phase.RUNNING:
-            self._capacity.fork(first, children)
-        else:
-            for child in children:
-                self.roster.enqueue(child)
-        self._accept(first, output.token_ids[0], output.logprobs[:1], now)
-
-    def _accept(self, choice: Choice, token_id: int, logprobs: Sequence[TokenLogprob], now: float) -> None:
-        ending = self._deliver_token(choice, token_id, logprobs, now)
-        if ending is not None:
-            self._finish(choice, ending)
-
-    def _deliver_token(
-        self, choice: Choice, token_id: int, logprobs: Sequence[TokenLogprob], now: float
-    ) -> Ending | None:
-        text, ending = accept_token(choice, token_id, self.model.eos_token_ids)
-        choice.cumulative_logprob += sum(logprob.logprob for logprob in logprobs)
-        choice.stream.add(choice.index, text, [token_id], logprobs if choice.checked.output.logprobs else ())
-        self._time_token(choice, now)
-        return ending
-
-    def _time_token(self, choice: Choice, now: float) -> None:
-        times = choice.request.times
-        if times.first_token is None:
-            times.first_token = now
-            self._observer.on_first_token(now - times.arrived)
-        self._observer.on_token(None if choice.last_token_at is None else now - choice.last_token_at)
-        times.last_token = choice.last_token_at = now
-
-    def _drop_failed_step(self, steps: SessionSteps, failed: StepFailed) -> None:
-        sent = steps.fail(failed.step_id)
-        log.error("step %d failed with %s: %s", failed.step_id, failed.reason, failed.message)
-        for sent_run in sent.runs:
-            self._fail(sent_run.choice.request, refusals.step_failed(failed.reason, failed.message))
 
     def _begin(self, choice: Choice, outcome: Allocated) -> None:
         self._capacity.take_allocation(choice, outcome)
@@ -382,7 +287,7 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------------- the end
 
-    def _finish(self, choice: Choice, ending: Ending) -> None:
+    def finish(self, choice: Choice, ending: Ending) -> None:
         """An answer is complete, or as complete as it will be; with the last of its request, the request is."""
         request = choice.request
         request.stream.finish(choice.index, ending.reason, ending.matched_stop)
@@ -399,9 +304,10 @@ class Engine:
             if choice.phase is not Phase.ENDED:
                 if choice.tokens:
                     request.stream.add(choice.index, choice.answer.finish(), [])
-                self._finish(choice, Ending(reason))
+                self.finish(choice, Ending(reason))
 
-    def _fail(self, request: LiveRequest, error: OctavoError) -> None:
+    def fail(self, request: LiveRequest, error: OctavoError) -> None:
+        """End a request with an error. Does nothing for one that ended."""
         if not request.is_ended:
             request.stream.fail(error)
             self._end(request, "error")

@@ -46,7 +46,7 @@ POINTS = {"after token 1": [1], "after B-1": [B - 1], "after B": [B], "twice": [
 def preempt_at(stack: Stack, points: list[int]) -> list[int]:
     """Every choice gives up its blocks each time it has as many tokens. Returns where it happened."""
     engine, done = stack.engine, []
-    original = engine._deliver_token
+    original = engine._results._deliver_token
 
     def deliver(choice: Choice, *arguments: Any) -> Any:
         ending = original(choice, *arguments)
@@ -68,7 +68,7 @@ def preempt_at(stack: Stack, points: list[int]) -> list[int]:
                 engine.roster.preempt(choice)
         wanted.clear()
 
-    engine._deliver_token = deliver  # type: ignore[method-assign]
+    engine._results._deliver_token = deliver  # type: ignore[method-assign]
     engine._capacity.preempt = preempt  # type: ignore[method-assign]
     return done
 
