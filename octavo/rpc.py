@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -124,18 +125,44 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             make, inner = grpc.unary_stream_rpc_method_handler, handler.unary_stream
         else:
             make, inner = grpc.unary_unary_rpc_method_handler, handler.unary_unary
+        deserialize = handler.request_deserializer
+        if not handler.request_streaming and deserialize is not None:
+            deserialize = _reading_or_why_not(deserialize)
         # A stream is a generator, or a coroutine that writes to its context, as the health servicer's.
         if inspect.isasyncgenfunction(inner):
-            return make(_guard_stream(inner), handler.request_deserializer, handler.response_serializer)
+            return make(_guard_stream(inner), deserialize, handler.response_serializer)
         if asyncio.iscoroutinefunction(inner):
-            return make(_guard_unary(inner), handler.request_deserializer, handler.response_serializer)
+            return make(_guard_unary(inner), deserialize, handler.response_serializer)
         return handler  # a foreign synchronous servicer
+
+
+def _reading_or_why_not(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """Where a message cannot be read gRPC answers UNKNOWN, with a traceback in the log: so the guards are told of it."""
+
+    @functools.wraps(deserialize)
+    def read(body: bytes) -> Any:
+        try:
+            return deserialize(body)
+        except DecodeError:
+            return OctavoError(
+                Code.INVALID_ARGUMENT,
+                "INVALID_MESSAGE",
+                "the request cannot be read: its bytes are no message of this method, or a string is not UTF-8",
+            )
+
+    return read
+
+
+def _raise_if_unreadable(request: Any) -> None:
+    if isinstance(request, OctavoError):
+        raise request
 
 
 def _guard_unary(inner: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     @functools.wraps(inner)
     async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
+            _raise_if_unreadable(request)
             return await inner(request, context)
         except OctavoError as error:
             await abort(context, error)
@@ -152,6 +179,7 @@ def _guard_stream(inner: Callable[..., AsyncIterator[Any]]) -> Callable[..., Asy
     @functools.wraps(inner)
     async def guarded(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         try:
+            _raise_if_unreadable(request)
             async for response in inner(request, context):
                 yield response
         except OctavoError as error:

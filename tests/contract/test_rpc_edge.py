@@ -80,6 +80,20 @@ async def test_an_unexpected_exception_is_internal_and_leaks_nothing():
     assert "secret" not in failed.details()
 
 
+@pytest.mark.parametrize("body", [b"\x0a\x02\xff\xfe", b"\xed\xa0\x80", b"\x0a\x7f", b"\x0b", b"\x0a" * 33])
+async def test_bytes_that_are_no_message_are_the_callers_mistake(body: bytes, caplog: pytest.LogCaptureFixture):
+    parts, channel = await serve(EVERY_DETAIL)
+    path = "/grpc.health.v1.Health/"
+    for call in (channel.unary_unary(f"{path}Check", bytes)(body), channel.unary_stream(f"{path}Watch", bytes)(body)):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await (call if isinstance(call, grpc.aio.UnaryUnaryCall) else call.read())
+        error = rpc.error_of_call(caught.value)
+        assert (error.code, error.reason) == (Code.INVALID_ARGUMENT, "INVALID_MESSAGE")
+    assert not caplog.records
+    await channel.close()
+    await parts.server.stop(None)
+
+
 async def test_an_error_in_the_middle_of_a_stream_follows_what_was_sent():
     parts, channel = await serve(EVERY_DETAIL)
     call = executor_pb2_grpc.ExecutorServiceStub(channel).Session()
