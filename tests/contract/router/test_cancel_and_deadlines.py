@@ -1,6 +1,7 @@
 """Requests that end before their time: field failures 17, 18, 19, 11, and clients that do not read."""
 
 import asyncio
+import gc
 import signal
 import sys
 import time
@@ -11,7 +12,7 @@ import pytest
 
 from octavo.errors import Code
 from octavo.rpc import error_of_call
-from octavo.v1 import inference_pb2
+from octavo.v1 import inference_pb2, inference_pb2_grpc
 from tests.stacks import Stack, request, running_stack, until
 
 Reason = inference_pb2.FinishReason
@@ -121,6 +122,43 @@ async def test_a_client_that_does_not_read_stalls_nobody(source: str) -> None:
         assert events[-1].completed.usage.generated_tokens == 200
         tokens = [token for event in events for token in event.delta.token_ids]
         assert len(tokens) == 200
+
+
+@pytest.mark.parametrize("deadline_s", [None, 2.0])
+async def test_a_call_that_ends_while_a_message_is_being_sent(source: str, deadline_s: float | None) -> None:
+    """Field failure 17: gRPC then ends the call outside of the servicer's generator, which needs no garbage collector.
+
+    The client reads nothing and takes little in advance, so the router is in the middle of a message by then.
+    """
+    options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096)]
+    async with running_stack(source, num_blocks=500) as stack:
+
+        async def stop_after_a_while(_: Any) -> None:
+            if len(stack.executor.steps) >= 60:
+                stack.executor.hooks.is_open.clear()
+            await stack.executor.hooks.is_open.wait()
+
+        stack.executor.hooks.before_step = stop_after_a_while
+        fields = {"sampling": {"n": 8}, "output": {"logprobs": True, "top_logprobs": 20}, "stopping": LONG}
+        message = request(kind=inference_pb2.GenerateStreamRequest, **fields)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{stack.router.port}", options=options) as channel:
+            call = inference_pb2_grpc.InferenceServiceStub(channel).GenerateStream(message, timeout=deadline_s)
+            assert await until(lambda: not stack.executor.hooks.is_open.is_set(), within_s=30)
+            (live,) = stack.engine.roster
+            num_waiting = sum(len(channel.token_ids) for channel in live.stream._channels)
+            assert num_waiting > 8 * 40, "the router is not held up"
+            gc.disable()
+            try:
+                if deadline_s is None:
+                    call.cancel()
+                assert await until(lambda: not len(stack.engine.roster))
+            finally:
+                gc.enable()
+            stack.executor.hooks.before_step = None
+            stack.executor.hooks.is_open.set()
+            await stack.settle()
+            code = "CANCELLED" if deadline_s is None else "DEADLINE_EXCEEDED"
+            assert stack.metric("octavo_grpc_requests_total", method="GenerateStream", grpc_code=code) == 1
 
 
 async def test_cancel_rpc_ends_a_stream_in_order(source: str) -> None:
