@@ -137,7 +137,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _reading_or_why_not(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """Where a message cannot be read gRPC answers UNKNOWN, with a traceback in the log: so the guards are told of it."""
+    """A message that cannot be read is UNKNOWN to gRPC, with a traceback in the log: so the guards are told of it."""
 
     @functools.wraps(deserialize)
     def read(body: bytes) -> Any:
