@@ -25,7 +25,7 @@ _STOP_MARGIN_S = 10.0
 
 
 def plan_serve(config: ServeConfig, socket_of: Callable[[str], str]) -> Stages:
-    """Cache service, then the executor, then the router.
+    """Cache service, executor, router: each needs those before it.
 
     Args:
         config: all options.
@@ -47,7 +47,7 @@ def plan_serve(config: ServeConfig, socket_of: Callable[[str], str]) -> Stages:
 
 
 def plan_engine(config: EngineConfig) -> Stages:
-    """Cache service, then all executors. Raises ValueError as `plan_serve`."""
+    """Cache service, and all executors, which need it. Raises ValueError as `plan_serve`."""
     cache = _child("cache-service", config.cache_service, CACHE_HEALTH, {}, RestartPolicy(config.max_restarts), config)
     return [[cache], [_engine_executor(config, index) for index in range(config.executors)]]
 

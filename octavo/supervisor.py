@@ -1,4 +1,4 @@
-"""Starts processes stage by stage, restarts what may be restarted, and stops everything in reverse order.
+"""Starts processes together, restarts what may be restarted, and stops everything stage by stage, last stage first.
 
 It knows nothing of models, blocks or gRPC: whether a child is ready is asked through a function.
 """
@@ -42,7 +42,8 @@ class Supervisor:
     """Runs the children until told to stop or until one fails for good.
 
     Args:
-        stages: children that start together, stage after stage; they stop in reverse.
+        stages: who needs whom: a stage may need those before it, and so stops before them. All start together, since
+            each waits by itself for what it needs, and loads what it can meanwhile.
         is_serving: asked until it says yes.
         say: for the supervisor's own lines.
     """
@@ -53,6 +54,7 @@ class Supervisor:
         self._say = say
         self._stop_requested = asyncio.Event()
         self._ending: list[asyncio.Future[None]] = []
+        self._starting_since_s: dict[str, float] = {}  # by name: who is not ready yet
 
     def request_stop(self) -> None:
         """The first time: stop in order. Again: end everything at once. Called in the event loop."""
@@ -96,38 +98,48 @@ class Supervisor:
             raise _first_leaf(group) from None  # what else failed, failed because of it
 
     async def _start_and_keep(self, on_ready: Callable[[], Awaitable[None]]) -> None:
-        async with asyncio.TaskGroup() as keepers:
-            for stage in self._stages:
-                async with asyncio.TaskGroup() as starting:
-                    for child in stage:
-                        starting.create_task(self._start(child))
-                for child in stage:
-                    keepers.create_task(self._keep_running(child))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._tell_progress())
+            children = [child for stage in self._stages for child in stage]
+            ready = [asyncio.Event() for _ in children]
+            for child, is_ready in zip(children, ready, strict=True):
+                group.create_task(self._run_child(child, is_ready))
+            for is_ready in ready:
+                await is_ready.wait()
             await on_ready()
+
+    async def _run_child(self, child: Child, is_ready: asyncio.Event) -> None:
+        await self._start(child)
+        is_ready.set()
+        await self._keep_running(child)
 
     async def _start(self, child: Child) -> None:
         began_s = time.monotonic()
         self._say(f"starting {child.spec.name}")
         await child.start()
         end = asyncio.create_task(child.wait())
+        self._starting_since_s[child.spec.name] = began_s
         try:
             await self._wait_until_ready(child, end, began_s)
         finally:
+            del self._starting_since_s[child.spec.name]
             await _cancel(end)
         self._say(f"{child.spec.name} is ready after {time.monotonic() - began_s:.1f} s")
 
     async def _wait_until_ready(self, child: Child, end: asyncio.Task[int], began_s: float) -> None:
-        said_s = began_s
         while not await self._is_serving(child.spec.address, child.spec.health_service):
             await asyncio.wait({end}, timeout=_PROBE_INTERVAL_S)
-            now_s = time.monotonic()
             if end.done():
                 raise ChildFailedError(_last_words(child, f"{describe_status(end.result())} before it was ready"))
-            if now_s - began_s > child.spec.start_timeout_s:
+            if time.monotonic() - began_s > child.spec.start_timeout_s:
                 raise ChildFailedError(_last_words(child, f"was not ready after {child.spec.start_timeout_s:g} s"))
-            if now_s - said_s > _PROGRESS_INTERVAL_S:
-                said_s = now_s
-                self._say(f"waiting for {child.spec.name}, {now_s - began_s:.0f} s so far")
+
+    async def _tell_progress(self) -> None:
+        while True:
+            await asyncio.sleep(_PROGRESS_INTERVAL_S)
+            if self._starting_since_s:
+                waited_s = time.monotonic() - min(self._starting_since_s.values())
+                self._say(f"waiting for {' and '.join(self._starting_since_s)}, {waited_s:.0f} s so far")
 
     async def _keep_running(self, child: Child) -> None:
         history = RestartHistory(child.spec.restart) if child.spec.restart else None

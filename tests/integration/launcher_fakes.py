@@ -65,14 +65,18 @@ def child_spec(folder: Path, name: str, mode: str = "good", **options) -> ChildS
 
 def events_of(folder: Path) -> list[str]:
     """What happened, in order: `name what`."""
-    path = folder / "events"
-    return [line.rsplit(" ", 1)[0] for line in path.read_text().splitlines()] if path.exists() else []
+    return [line.rsplit(" ", 1)[0] for line in _event_lines(folder)]
 
 
 def pids_of(folder: Path, what: str = "start") -> dict[str, int]:
     """The newest process of each child that noted `what`."""
-    lines = [line.split(" ") for line in (folder / "events").read_text().splitlines()]
+    lines = [line.split(" ") for line in _event_lines(folder)]
     return {name: int(pid) for name, event, pid in lines if event == what}
+
+
+def _event_lines(folder: Path) -> list[str]:
+    path = folder / "events"
+    return path.read_text().splitlines() if path.exists() else []
 
 
 def main() -> int:

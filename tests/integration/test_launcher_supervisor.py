@@ -36,6 +36,9 @@ class Stack:
         return "\n".join(self.lines)
 
 
+UNUSED_PID = 2**22 + 1  # above the largest that Linux gives
+
+
 async def _a_moment() -> None:
     await asyncio.sleep(0.02)
 
@@ -48,7 +51,7 @@ def is_running(pid: int) -> bool:
     return True
 
 
-async def test_starts_in_order_and_stops_in_reverse(tmp_path):
+async def test_starts_together_and_stops_in_reverse(tmp_path):
     stack = Stack(
         [child_spec(tmp_path, "cache")],
         [child_spec(tmp_path, "a"), child_spec(tmp_path, "b")],
@@ -56,23 +59,53 @@ async def test_starts_in_order_and_stops_in_reverse(tmp_path):
     )
     assert await stack.run(stack.stop_when_ready) == 0
     events = events_of(tmp_path)
-    assert events[:2] == ["cache start", "cache ready"]
-    assert set(events[2:6]) == {"a start", "a ready", "b start", "b ready"}
-    assert events[6:9] == ["r start", "r ready", "r term"]
+    names = ("cache", "a", "b", "r")
+    assert set(events[:8]) == {f"{name} {event}" for name in names for event in ("start", "ready")}
+    assert events[8] == "r term"
     assert set(events[9:11]) == {"a term", "b term"}
     assert events[11:] == ["cache term"]
     assert "first words of cache" in stack.said
 
 
+async def test_child_that_waits_for_a_later_one_is_started_with_it(tmp_path):
+    """A child is not held back until those before it are ready: it loads meanwhile."""
+    stack = Stack([child_spec(tmp_path, "loading", "never")], [child_spec(tmp_path, "r")])
+
+    async def stop_when_r_is_ready() -> None:
+        while not {"loading start", "r ready"} <= set(events_of(tmp_path)):
+            await _a_moment()
+        stack.supervisor.request_stop()
+
+    stopping = asyncio.create_task(stop_when_r_is_ready())
+    assert await stack.run() == 0
+    await stopping
+    assert events_of(tmp_path)[-2:] == ["r term", "loading term"]
+
+
 async def test_child_that_dies_at_start_ends_everything_with_its_last_words(tmp_path):
-    stack = Stack(
-        [child_spec(tmp_path, "cache")], [child_spec(tmp_path, "executor", "refuse")], [child_spec(tmp_path, "r")]
-    )
+    stack = Stack([child_spec(tmp_path, "cache")], [child_spec(tmp_path, "executor", "refuse")])
     assert await stack.run() == 1
     assert "executor ended with exit code 3 before it was ready; its last lines:" in stack.said
     assert "    no such model" in stack.said
-    assert events_of(tmp_path)[-1] == "cache term"
-    assert "r start" not in events_of(tmp_path)
+    assert not is_running(pids_of(tmp_path).get("cache", 0) or UNUSED_PID)
+
+
+async def test_child_that_dies_while_another_loads_is_started_again(tmp_path):
+    stack = Stack([child_spec(tmp_path, "cache", restart=QUICK_RESTART)], [child_spec(tmp_path, "loading", "never")])
+
+    async def kill_one_and_wait() -> None:
+        while "cache is ready" not in stack.said:
+            await _a_moment()
+        killed = pids_of(tmp_path, "ready")["cache"]
+        os.kill(killed, 9)
+        while pids_of(tmp_path, "ready")["cache"] == killed:
+            await _a_moment()
+        stack.supervisor.request_stop()
+
+    killing = asyncio.create_task(kill_one_and_wait())
+    assert await stack.run() == 0
+    await killing
+    assert "cache was killed by SIGKILL; starting it again" in stack.said
 
 
 async def test_child_that_is_never_ready_is_given_up(tmp_path):
