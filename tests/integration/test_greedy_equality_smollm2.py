@@ -49,7 +49,7 @@ def case() -> Iterator[Case]:
 @pytest.mark.parametrize(
     ("variant", "chunk", "batch", "warm"),
     [
-        ("alone", 2048, 1, False),
+        ("all at once", 2048, 20, False),
         ("a batch of eight", 2048, 8, False),
         ("chunks of 33 in a batch", 33, 8, False),
         ("prefix hits in a batch", 2048, 8, True),

@@ -7,8 +7,9 @@ its definition. Where its two best candidates lie closer than rounding, the rest
 import asyncio
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +18,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from octavo import AsyncClient
 from octavo.results import Generation
-from tests.engines import RunningEngine, running_engine, running_router
+from tests.engines import RunningEngine, running_router
 from tests.logit_rules import Asked, adjusted_directly
 from tests.oracle import Comparison, OracleAnswer
-from tests.tiny_models import EOS, VOCABULARY_SIZE, save_tiny_llama, tiny_tokenizer
+from tests.tiny_models import EOS, VOCABULARY_SIZE, tiny_tokenizer
 
 NUM_TOKENS = 16
 CHUNKS = (1, 7, 2048)
@@ -54,15 +55,12 @@ class Case:
 
 
 @pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    folder = save_tiny_llama(tmp_path_factory.mktemp("model"))
+def case(llama_engine: RunningEngine, tiny_llama: Path) -> Case:
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).eval()
     rng = random.Random(1)
     prompts = [[rng.randrange(5, 261) for _ in range(length)] for length in (1, 16, 37)]
-    options = ("--executor.threads=1", "--executor.kv-memory-mib=16")
-    with running_engine(str(folder), *options) as engine:
-        yield Case(engine, model, prompts)
+    return Case(llama_engine, model, prompts)
 
 
 async def answer(client: AsyncClient, prompt: Sequence[int], **options: Any) -> Generation:

@@ -12,7 +12,6 @@ import pytest
 
 from octavo import AsyncClient
 from tests.engines import RunningEngine, running_engine, running_router
-from tests.tiny_models import save_tiny_llama
 
 WORD = {"type": "string", "pattern": "^[a-z]{1,8}$"}
 COUNT = {"type": "integer", "minimum": 0, "maximum": 999}
@@ -59,16 +58,9 @@ async def check_schema(client: AsyncClient, prompt: Any, schema: dict[str, Any],
     jsonschema.validate(json.loads(found.text), schema)
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
-    folder = save_tiny_llama(tmp_path_factory.mktemp("model"))
-    with running_engine(str(folder), "--executor.threads=1", "--executor.kv-memory-mib=16") as engine:
-        yield engine
-
-
-async def test_answers_parse_and_validate(engine: RunningEngine) -> None:
+async def test_answers_parse_and_validate(llama_engine: RunningEngine) -> None:
     """A model of random weights, which would never write JSON; all schemas at once, beside unconstrained rows."""
-    async with running_router(engine) as client:
+    async with running_router(llama_engine) as client:
         free = client.generate([5, 6, 7], temperature=0, max_tokens=60, ignore_eos=True)
         alone = (await free).choices[0].token_ids
         works = [check_schema(client, [9, 8, index], schema, seed=index) for index, schema in enumerate(SCHEMAS)]
@@ -77,9 +69,9 @@ async def test_answers_parse_and_validate(engine: RunningEngine) -> None:
         assert answers[0].choices[0].token_ids == alone
 
 
-async def test_every_other_kind(engine: RunningEngine) -> None:
+async def test_every_other_kind(llama_engine: RunningEngine) -> None:
     options = ["yes", 'no "q"', "é\n\\ 漢😀", " lead"]
-    async with running_router(engine) as client:
+    async with running_router(llama_engine) as client:
         for seed in range(6):
             sampling: dict[str, Any] = {"seed": seed, "max_tokens": 200}
             found = await client.generate([7, 8], regex="[0-9]{3}/[a-f]{2,4}", **sampling)
@@ -93,9 +85,9 @@ async def test_every_other_kind(engine: RunningEngine) -> None:
             assert found.finish_reason != "eos" or found.text.count("(") == found.text.count(")")
 
 
-async def test_with_everything_that_goes_with_it(engine: RunningEngine) -> None:
+async def test_with_everything_that_goes_with_it(llama_engine: RunningEngine) -> None:
     """Penalties, biases, stop strings, several answers, log-probabilities: the answer still matches."""
-    async with running_router(engine) as client:
+    async with running_router(llama_engine) as client:
         found = await client.generate(
             [7, 8],
             regex="[a-z]{4,6}",
