@@ -11,10 +11,12 @@ from pydantic.fields import FieldInfo
 
 from cache_service.config import CacheServiceConfig
 from executor.config import ExecutorConfig
+from octavo.chat import ChatConfig
 from octavo.demo import DemoConfig
 from octavo.generate import GenerateConfig
 from octavo.launch_config import EngineConfig, ServeConfig
 from octavo.settings_sources import option_of
+from octavo.stats import StatsConfig
 from router.config import RouterConfig
 
 PAGE = Path(__file__).parent / "operations.md"
@@ -28,6 +30,8 @@ TABLES: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("octavo executor", "executor", ExecutorConfig),
     ("octavo cache-service", "cache_service", CacheServiceConfig),
     ("octavo generate", "generate", GenerateConfig),
+    ("octavo chat", "chat", ChatConfig),
+    ("octavo stats", "stats", StatsConfig),
 )
 
 

@@ -24,6 +24,8 @@ class Command(NamedTuple):
 COMMANDS = {
     "serve": Command("octavo.launcher", "serve", "serve a model: all three processes, supervised"),
     "generate": Command("octavo.generate", "main", "ask a running server, and stream its answer"),
+    "chat": Command("octavo.chat", "main", "talk with a running server"),
+    "stats": Command("octavo.stats", "main", "one look at a running stack"),
     "demo": Command("octavo.demo", "main", "serve a small model, ask it a question, and go on serving"),
     "engine": Command("octavo.launcher", "engine", "run a cache service and its executors, supervised"),
     "cache-service": Command("cache_service.__main__", "main", "run a cache service alone"),

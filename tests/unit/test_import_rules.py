@@ -29,7 +29,7 @@ FOUNDATION = {
 CLIENT = {"client", "async_client", "client_channel", "messages", "options", "results"}
 ROOF = {
     *("cli", "launcher", "launch_config", "launch_plan", "supervisor", "child", "guard", "run_directory"),
-    *("prefixed_log", "demo", "generate"),
+    *("prefixed_log", "demo", "generate", "chat", "stats", "request_config"),
 }
 
 MAY_SPEAK_GRPC = (
