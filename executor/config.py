@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 WeightsDtype = Literal["float32", "bfloat16", "float16"]
 KvDtype = Literal["auto", "float32", "bfloat16", "float16"]
-Attention = Literal["torch", "triton", "triton-interpret"]
+Attention = Literal["auto", "cpu", "torch", "triton", "triton-interpret"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -36,7 +36,9 @@ class ExecutorConfig(BaseModel):
     weights_dtype: WeightsDtype = Field("float32", description="number format of weights and activations")
     device: Literal["cpu"] = Field("cpu", description="device that holds the weights and the KV blocks")
     attention: Attention = Field(
-        "torch", description="attention back end: torch; triton, on a GPU; triton-interpret, its kernels on a CPU, slow"
+        "auto",
+        description="attention back end: cpu, compiled at first use; torch; triton, on a GPU; triton-interpret, its "
+        "kernels on a CPU, slow; auto: the fastest there is, which the log says",
     )
     threads: int = Field(0, ge=0, description="threads of one operator; 0: one per processor that this process may use")
     verify_model: bool = Field(

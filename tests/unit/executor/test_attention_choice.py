@@ -9,27 +9,42 @@ import sys
 
 import pytest
 
-from executor.attention_choice import DEVICES_OF, choose_attention
+from executor.attention_choice import AUTO, DEVICES_OF, choose_attention
 from executor.config import Attention, ExecutorConfig
 from octavo.errors import Code, OctavoError
 
 
-@pytest.mark.parametrize("name", ["torch", "triton-interpret"])
+@pytest.mark.parametrize("name", ["torch", "cpu", "triton-interpret"])
 def test_the_back_end_bears_the_name_of_the_option(name):
     assert choose_attention(name, "cpu").name == name
 
 
 def test_every_value_of_the_option_has_devices():
-    assert set(DEVICES_OF) == set(Attention.__args__)
-    assert "cpu" in DEVICES_OF[ExecutorConfig().attention]
+    assert {*DEVICES_OF, AUTO} == set(Attention.__args__)
+    assert ExecutorConfig().attention == AUTO
+
+
+def test_automatic_is_the_compiled_one():
+    assert choose_attention(AUTO, "cpu").name == "cpu"
+
+
+def test_without_a_compiler_plain_torch_attends_and_says_so(tmp_path):
+    """Nothing compiled is at hand, and nothing to compile with."""
+    code = "import logging; logging.basicConfig()\n" + CHOOSE + "print(choose_attention('auto', 'cpu').name)"
+    done = python(code.format(name="cpu", device="cpu"), PATH="", CXX="", XDG_CACHE_HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    refused, chosen = done.stdout.splitlines()
+    assert refused == "attention 'cpu' cannot be had: there is no C++ compiler (c++ or g++; $CXX names another)"
+    assert chosen == "torch"
+    assert f"{refused}; plain torch attends instead, which is slower" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("name", "device", "message"),
     [
-        ("triton", "cpu", "attention 'triton' is not available on cpu; available: torch, triton-interpret"),
+        ("triton", "cpu", "attention 'triton' is not available on cpu; available: torch, cpu, triton-interpret"),
         ("triton-interpret", "cuda", "attention 'triton-interpret' is not available on cuda; available: triton"),
-        ("flash", "cpu", "attention 'flash' is not available on cpu; available: torch, triton-interpret"),
+        ("flash", "cpu", "attention 'flash' is not available on cpu; available: torch, cpu, triton-interpret"),
     ],
 )
 def test_a_back_end_of_another_device_is_refused_with_those_there_are(name, device, message):

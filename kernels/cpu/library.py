@@ -1,0 +1,96 @@
+"""The C interface of the compiled library: structures and signatures as the headers have them.
+
+Not here: tensors. Compiling is `compiler`'s.
+"""
+
+import ctypes
+import functools
+from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p
+from pathlib import Path
+
+from kernels.cpu.compiler import CompilerError, compiled_library
+
+FORMATS = ("float32", "bfloat16", "float16", "int8")  # index: the number by which C++ knows the format
+
+
+class KvPlane(Structure):
+    """K or V of one layer; strides in bytes."""
+
+    _fields_ = (
+        ("data", c_void_p),
+        *((name, c_int64) for name in ("block_stride", "head_stride", "token_stride", "element_stride", "head_dim")),
+        ("format", c_int32),
+        ("unused", c_int32),
+    )
+
+
+class Rows(Structure):
+    """The rows of one step."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("num_rows", "num_tokens", "block_size", "table_width")),
+        *((name, c_void_p) for name in ("query_starts", "context_lengths", "tables", "write_blocks", "write_offsets")),
+    )
+
+
+class AttentionLayer(Structure):
+    """What a layer's attention is."""
+
+    _fields_ = (
+        ("k", KvPlane),
+        ("v", KvPlane),
+        *((name, c_int64) for name in ("num_heads", "num_kv_heads", "window")),
+        ("scale", c_float),
+        ("softcap", c_float),
+    )
+
+
+class Heads(Structure):
+    """[num_tokens, num_heads, head_dim] float32; strides in elements, dimensions next to each other."""
+
+    _fields_ = (("data", c_void_p), ("token_stride", c_int64), ("head_stride", c_int64))
+
+
+_SIGNATURES = {
+    "octavo_lanes": (c_int, ()),
+    "octavo_attention_begin": (c_void_p, (POINTER(Rows), POINTER(AttentionLayer), c_int)),
+    "octavo_attention_end": (None, (c_void_p,)),
+    "octavo_attention": (
+        None,
+        (POINTER(Rows), POINTER(AttentionLayer), c_void_p, *[POINTER(Heads)] * 4, c_int),
+    ),
+}
+
+
+@functools.cache
+def load_library() -> ctypes.CDLL:
+    """Compile where needed, and load. PyTorch must have been imported: the library uses its OpenMP runtime.
+
+    Raises:
+        CompilerError: there is none, or it would bring a second OpenMP runtime into the process.
+    """
+    path = compiled_library()
+    before = _openmp_runtimes()
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise CompilerError(f"{path} cannot be loaded: {error}; remove it to have it compiled again") from error
+    added = _openmp_runtimes() - before
+    if before and added:
+        raise CompilerError(
+            f"it would run threads of {added.pop()} beside PyTorch's of {before.pop()}, on the same processors"
+        )
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, list(arguments)
+    return library
+
+
+def _openmp_runtimes() -> set[str]:
+    """Files of OpenMP runtimes that are mapped into this process."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    paths = {line.split(maxsplit=5)[-1] for line in lines if ".so" in line}
+    return {path for path in paths if Path(path).name.startswith(("libgomp", "libiomp", "libomp"))}
