@@ -82,4 +82,5 @@ class ServeConfig(_LaunchConfig):
         ("executor", "executor_id"),
         ("router", "cache_service"),
         ("router", "executor"),
+        ("router", "engines"),
     )

@@ -97,7 +97,7 @@ def _argument(option: str, value: Any) -> str:
     if isinstance(value, bool):
         return option if value else option.replace("--", "--no-", 1)
     if value is None or isinstance(value, (tuple, list)):
-        return f"{option}={json.dumps(value)}"
+        return f"{option}={json.dumps(value, default=BaseModel.model_dump)}"
     return f"{option}={value}"
 
 

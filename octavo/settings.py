@@ -135,6 +135,7 @@ def _toml(value: Any) -> str:
         (bool, lambda flag: "true" if flag else "false"),
         ((int, float), repr),
         (list, lambda items: "[" + ", ".join(map(_toml, items)) + "]"),
+        (dict, lambda table: "{ " + ", ".join(f"{name} = {_toml(item)}" for name, item in table.items()) + " }"),
     ]
     for kind, write in writers:
         if isinstance(value, kind):
@@ -153,11 +154,13 @@ def _describe_one(problem: ErrorDetails, section: str, found: Mapping[FieldKey, 
     path = [str(part) for part in problem["loc"]]
     if not path:
         return _message(problem)
-    key = FieldKey(section, path[0])
+    key, inner = FieldKey(section, path[0]), path[1:]
     if len(path) > 1 and FieldKey(path[0], path[1]) in found:
-        key = FieldKey(path[0], path[1])
+        key, inner = FieldKey(path[0], path[1]), path[2:]
     option = option_of(key.name if key.section == section else f"{key.section}.{key.name}")
-    if problem["type"] == "missing":
+    if inner:  # a table in a list
+        option += ": " + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in inner).lstrip(".")
+    elif problem["type"] == "missing":
         return f"{option} is required (or {variable_of(*key)}, or {key.name} in table [{key.section}] of the file)"
     source = found.get(key)
     given = f", got {source.value!r} from {_place(source)}" if source else ""

@@ -186,7 +186,7 @@ def _add_argument(parser: Any, *names: str, **options: Any) -> Any:
         return None
     options["help"] = _tidy(options["help"])
     if options.get("action") == "append":
-        options["metavar"] = "a,b,..."
+        options["metavar"] = "JSON" if "JSON" in options["metavar"] else "a,b,..."  # tables, or plain values
     return parser.add_argument(*names, **options)
 
 
