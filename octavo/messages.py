@@ -15,6 +15,7 @@ from octavo.results import (
     Choice,
     Completed,
     Delta,
+    EngineInfo,
     Event,
     Finished,
     FinishReason,
@@ -213,13 +214,19 @@ def _timing(timing: pb.Timing) -> Timing:
 
 def models_of(response: pb.ListModelsResponse) -> list[ModelInfo]:
     """The models that a server has."""
-    return [ModelInfo(**_scalars(model)) for model in response.models]
+    return [ModelInfo(**{**_scalars(model), "engines": tuple(model.engines)}) for model in response.models]
 
 
 def server_info_of(response: pb.GetServerInfoResponse) -> ServerInfo:
     """Which router answered, and its limits."""
     limits = Limits(**_scalars(response.limits))
-    return ServerInfo(response.version, response.router_id, response.router_epoch, limits)
+    engines = tuple(_engine(engine) for engine in response.engines)
+    return ServerInfo(response.version, response.router_id, engines, limits)
+
+
+def _engine(engine: pb.EngineInfo) -> EngineInfo:
+    state = pb.EngineState.Name(engine.state).removeprefix("ENGINE_STATE_").lower()
+    return EngineInfo(engine.name, engine.model, state, engine.router_epoch)
 
 
 def load_of(response: pb.GetLoadResponse) -> list[ModelLoad]:

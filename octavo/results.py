@@ -213,7 +213,7 @@ class GenerationBuilder:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A model that is served, and the pool behind it (`block_size` in tokens)."""
+    """A model that is served, and the pool of its first engine (`block_size` in tokens)."""
 
     name: str
     fingerprint: str
@@ -226,6 +226,7 @@ class ModelInfo:
     weights_dtype: str
     attention: str
     device: str
+    engines: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,12 +248,28 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """An engine behind the router.
+
+    Attributes:
+        model: empty until it was reached for the first time.
+        state: connecting, serving or faulted.
+        router_epoch: of the router's lease there; 0 without one.
+    """
+
+    name: str
+    model: str
+    state: str
+    router_epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """Which router answers."""
+    """Which router answers, and what is behind it."""
 
     version: str
     router_id: str
-    router_epoch: int
+    engines: tuple[EngineInfo, ...]
     limits: Limits
 
 

@@ -1,4 +1,4 @@
-"""The router as one process: server, link, metrics, and an end in order. What each does is in its own module."""
+"""The router as one process: server, fleet, metrics, and an end in order. What each does is in its own module."""
 
 import asyncio
 import contextlib
@@ -11,11 +11,12 @@ from pathlib import Path
 from octavo.metrics import MetricsServer, start_metrics_server
 from octavo.rpc import ServerParts, start_server
 from router.config import RouterConfig
-from router.link import Link, LoadTokenizer
+from router.fleet import Fleet
 from router.metrics import RouterMetrics
 from router.servicer.accounting import AccountingInterceptor
 from router.servicer.servicer import SERVICE_NAME, InferenceServicer
 from router.text.tokenizer import load_tokenizer
+from router.text.tokenizers import LoadTokenizer
 from router.trace import StepTrace
 
 log = logging.getLogger(__name__)
@@ -35,10 +36,10 @@ class Router:
         self._config = config
         self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
         self._trace = _trace_of(config)
-        self.metrics = RouterMetrics(lambda: self.link.backend, config.executor, self._trace)
+        self.metrics = RouterMetrics(lambda: self.fleet.links, self._trace)
         router_id = config.router_id or f"{socket.gethostname()}:{config.listen}"
-        self.link = Link(config, router_id, self.metrics, self._threads, self._show_ready, load)
-        self._servicer = InferenceServicer(self.link, config, self.metrics)
+        self.fleet = Fleet(config, router_id, self.metrics, self._threads, self._show_ready, load)
+        self._servicer = InferenceServicer(self.fleet, config, self.metrics)
         self._server: ServerParts | None = None
         self._metrics_server: MetricsServer | None = None
         self._is_closed = False
@@ -67,7 +68,7 @@ class Router:
         )
         if self._config.metrics_listen:
             self._metrics_server = start_metrics_server(self.metrics.registry, self._config.metrics_listen)
-        self.link.start()
+        self.fleet.start()
         log.info("listening on %s, metrics on port %d", self._config.listen, self.metrics_port)
 
     @property
@@ -82,10 +83,10 @@ class Router:
         """Say NOT_SERVING, take calls a little longer, let live requests end within the grace, and close."""
         assert self._server is not None, "start comes first"
         await self._server.set_serving(False)
-        if self._count_live():
-            log.info("draining: %d requests", self._count_live())
+        if self.fleet.num_live:
+            log.info("draining: %d requests", self.fleet.num_live)
         await asyncio.sleep(self._config.drain_accept_window_s)
-        self.link.is_draining = True
+        self.fleet.is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.drain_grace_s):
                 await self._wait_until_idle()
@@ -98,7 +99,7 @@ class Router:
         self._is_closed = True
         if self._server is not None:
             await self._server.set_serving(False)
-        await self.link.close()
+        await self.fleet.close()
         if self._server is not None:
             await self._server.server.stop(STOP_GRACE_S)
         if self._metrics_server is not None:
@@ -108,16 +109,12 @@ class Router:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _wait_until_idle(self) -> None:
-        while self._count_live():  # noqa: ASYNC110 (a poll while the process ends needs no event of its own)
+        while self.fleet.num_live:  # noqa: ASYNC110 (a poll while the process ends needs no event of its own)
             await asyncio.sleep(IDLE_POLL_S)
-
-    def _count_live(self) -> int:
-        backend = self.link.backend
-        return len(backend.engine.roster) if backend else 0
 
     async def _show_ready(self, is_ready: bool) -> None:
         if self._server is not None:
-            await self._server.set_serving(is_ready and not self.link.is_draining)
+            await self._server.set_serving(is_ready and not self.fleet.is_draining)
 
 
 def _trace_of(config: RouterConfig) -> StepTrace | None:

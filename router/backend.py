@@ -1,10 +1,10 @@
-"""One served model: its engine, its tokenizer, and the way of a request from checked fields to a live one.
+"""One engine with the tokenizer of its model: the way of a request from its prompt's ids into the queue.
 
-Not here: gRPC, and the connections that keep the engine fed (link).
+Not here: gRPC, which engine a request goes to (dispatch), and the connections that keep the engine fed (link).
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Executor as ThreadExecutor
 from dataclasses import replace
 from typing import TypeVar
@@ -25,29 +25,39 @@ T = TypeVar("T")
 
 
 class Backend:
-    """What the servicer calls.
+    """An engine as requests come to it.
 
     Args:
+        name: of the engine, as configured.
         threads: where tokenizing and rendering run, so that a long prompt stalls nobody's stream.
+        pool: tells its KV blocks from those of other engines; those that share a pool share what is cached.
     """
 
-    def __init__(self, model: Model, engine: Engine, tokenizer: Tokenizer, threads: ThreadExecutor) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: Model,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        threads: ThreadExecutor,
+        pool: Hashable = None,
+    ) -> None:
+        self.name = name
         self.model = model
         self.engine = engine
         self.tokenizer = tokenizer
+        self.pool = pool
         self._threads = threads
 
-    async def start(self, live: LiveRequest) -> None:
-        """Tokenize the prompt of a reserved request, check that it fits, and queue it.
+    async def start(self, live: LiveRequest, spec: RequestSpec) -> None:
+        """Queue a reserved request whose prompt fits.
 
         Raises:
-            OctavoError: FAILED_PRECONDITION when it can never fit, INVALID_ARGUMENT from the chat template, for a
-                constraint that cannot be followed, or when no token would be left to generate.
+            OctavoError: INVALID_ARGUMENT for a constraint that cannot be followed, or when no token would be left to
+                generate.
         """
-        checked = live.checked
-        prompt_ids = await self.encode_prompt(checked.prompt)
-        spec = await self._with_texts(admission.fit(checked, prompt_ids, self.model))
-        check_leaves_a_token(checked, spec.banned, self.model)
+        spec = await self._with_texts(spec)
+        check_leaves_a_token(live.checked, spec.banned, self.model)
         self.engine.submit(live, spec, [self._answer_text(spec) for _ in live.choices])
 
     async def encode_prompt(self, prompt: Prompt, *, add_special_tokens: bool = True) -> tuple[int, ...]:

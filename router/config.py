@@ -1,8 +1,19 @@
 """Options of the router. Only names, defaults and ranges; pydantic is all that this module may import."""
 
+from collections import Counter
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class EngineAddress(BaseModel):
+    """One engine: an executor, and the cache service that owns its blocks."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field("", pattern=r"^[A-Za-z0-9._-]{0,64}$", description="in metrics and logs; empty: engine-<place>")
+    cache_service: str = Field(min_length=1, description="address of its cache service")
+    executor: str = Field(min_length=1, description="address of its executor")
 
 
 class RouterConfig(BaseModel):
@@ -21,6 +32,9 @@ class RouterConfig(BaseModel):
 
     cache_service: str = Field("127.0.0.1:7701", description="address of the cache service")
     executor: str = Field("127.0.0.1:7702", description="address of the executor")
+    engines: tuple[EngineAddress, ...] = Field(
+        (), description="several engines instead of those two addresses: tables of name, cache_service, executor"
+    )
     router_id: str = Field("", description="stable name of this router; empty: made of host name and address")
     lease_ttl_s: float = Field(10.0, gt=0, description="seconds after which the cache service forgets a silent router")
     recovery_grace_s: float = Field(
@@ -49,3 +63,24 @@ class RouterConfig(BaseModel):
     )
     trace_steps: int = Field(10_000, ge=1, le=1_000_000, description="steps that the trace keeps")
     keepalive_s: float = Field(30.0, gt=0, description="seconds of silence after which a client's connection is probed")
+
+    @property
+    def fleet(self) -> tuple[EngineAddress, ...]:
+        """Every engine, each with a name: `engines`, or the one of `cache_service` and `executor`."""
+        engines = self.engines or (EngineAddress(cache_service=self.cache_service, executor=self.executor),)
+        return tuple(
+            engine.model_copy(update={"name": engine.name or f"engine-{place}"}) for place, engine in enumerate(engines)
+        )
+
+    @model_validator(mode="after")
+    def _check_engines(self) -> "RouterConfig":
+        if self.engines and self.model_fields_set & {"cache_service", "executor"}:
+            raise ValueError("engines are given beside cache_service or executor; give the one or the others")
+        for what, values in (
+            ("name", [engine.name for engine in self.fleet]),
+            ("executor", [engine.executor for engine in self.fleet]),
+        ):
+            twice = [value for value, count in Counter(values).items() if count > 1]
+            if twice:
+                raise ValueError(f"engines: two have the {what} {twice[0]}; each needs its own")
+        return self

@@ -17,7 +17,7 @@ from router import refusals, scheduler
 from router.capacity import Capacity
 from router.delivery import Ending, replay_tokens
 from router.ids import SessionKey, StepId
-from router.live import Choice, LiveRequest, Phase
+from router.live import Choice, LiveRequest, Phase, Times
 from router.model import Model
 from router.observer import Observer
 from router.outbox import Allocated, Allocation, Extended, Extension, Fork, Forked, Outbox
@@ -82,30 +82,43 @@ class Engine:
     # ------------------------------------------------------------------------------------------- calls of the servicer
 
     def reserve(self, checked: CheckedRequest) -> LiveRequest:
-        """Take an id and a place in the queue for a request whose prompt is not tokenized yet.
-
-        A live request of the same id and body is superseded: its call ends with ABORTED.
+        """Take a place in the queue for a request whose prompt is not tokenized yet, and whose id no live one has.
 
         Raises:
-            OctavoError: ALREADY_EXISTS for another body, RESOURCE_EXHAUSTED when the queue is full, FAILED_PRECONDITION
-                when it has more choices than can run at once.
+            OctavoError: RESOURCE_EXHAUSTED when the queue is full, FAILED_PRECONDITION when it has more choices than
+                can run at once.
         """
         num_choices, rows = checked.sampling.num_choices, self.limits.max_running_requests
         if num_choices > rows:
             raise refusals.too_many_choices(num_choices, rows)
-        older = self.roster.find(checked.request_id)
-        if older is not None and not older.checked.is_same_body(checked):
-            raise refusals.id_is_live(checked.request_id)
-        if older is not None:
-            self.fail(older, refusals.superseded(checked.request_id))
-        queued = self.roster.num_queued
-        if queued >= self.limits.max_queued_requests + self.roster.num_free_slots:
-            raise refusals.queue_full(queued, self.limits.max_queued_requests)
-        live = self.roster.reserve(checked, self._clock())
-        if checked.time_limit_s is not None:
-            self._time_limits[live] = live.times.arrived + checked.time_limit_s
-            self._wakeup.set()
+        if not self.has_room:
+            raise refusals.queue_full(self.roster.num_queued, self.limits.max_queued_requests)
+        live = LiveRequest(checked, Times(self._clock()))
+        self.adopt(live)
         return live
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more request may wait."""
+        return self.roster.num_queued < self.limits.max_queued_requests + self.roster.num_free_slots
+
+    def can_begin(self, num_choices: int) -> bool:
+        """Whether a request would run at once, as far as rows go: nobody stands before it."""
+        roster = self.roster
+        num_asked = sum(choice.num_samples for choice in roster.allocating.values())
+        return not roster.waiting and roster.num_free_slots - num_asked >= num_choices
+
+    def adopt(self, live: LiveRequest) -> None:
+        """Take a request that is not submitted yet: a new one, or one that another engine handed over."""
+        self.roster.add(live)
+        if live.checked.time_limit_s is not None:
+            self._time_limits[live] = live.times.arrived + live.checked.time_limit_s
+            self._wakeup.set()
+
+    def hand_over(self, live: LiveRequest) -> None:
+        """Forget a request that is not submitted yet: another engine takes it."""
+        self.roster.remove(live)
+        self._time_limits.pop(live, None)
 
     def submit(self, live: LiveRequest, spec: RequestSpec, answers: list[AnswerText]) -> None:
         """The prompt is tokenized: queue it, unless it was cancelled meanwhile. `answers`: one for each choice.
@@ -157,9 +170,14 @@ class Engine:
         """The highest step that was sent to the session: what it may still write."""
         return {self._steps.key: self._steps.last_sent} if self._steps and self._steps.last_sent else {}
 
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that its requests hold; a shared one counts for each."""
+        return self._capacity.used_blocks
+
     def load(self) -> Load:
         """How busy it is now."""
-        ratio = min(1.0, self._capacity.used_blocks / max(1, self.model.num_usable_blocks))
+        ratio = min(1.0, self.num_used_blocks / max(1, self.model.num_usable_blocks))
         return Load(self.roster.num_running, self.roster.num_queued, ratio)
 
     # ------------------------------------------------------------------------------------- what other processes answer

@@ -1,4 +1,4 @@
-"""The connections that keep an engine fed: executor session and cache lease, opened, watched, and opened again.
+"""The connections that keep one engine fed: executor session and cache lease, opened, watched, and opened again.
 
 life      one model, one lease: ends when the lease is lost or the executor serves something else
 session   within a life: an executor that died and came back is sent all rows again, and streams go on
@@ -9,18 +9,20 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Executor as ThreadExecutor
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 from octavo.errors import Code, OctavoError
+from router import refusals
 from router.backend import Backend
 from router.clients.cache import CacheClient, Lease, LeaseMutations
 from router.clients.executor import ExecutorClient, Session
-from router.config import RouterConfig
+from router.config import EngineAddress, RouterConfig
 from router.engine import Engine, EngineLimits
 from router.model import Model
-from router.observer import Observer
+from router.observer import Observers
 from router.outbox import Outbox
-from router.text.tokenizer import Tokenizer, load_tokenizer
+from router.text.tokenizers import Tokenizers
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +31,10 @@ MAX_BACKOFF_S = 2.0
 
 
 class _Complaints:
-    """Says why there is no connection: once for each reason, not once for each try."""
+    """Says why there is no connection to an engine: once for each reason, not once for each try."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: str) -> None:
+        self._engine = engine
         self._last_reason = ""
 
     def tell(self, what: str, error: OctavoError) -> None:
@@ -40,14 +43,12 @@ class _Complaints:
         self._last_reason = error.reason
         # What is not there yet, or starts, is waited for; all else is somebody's mistake.
         level = logging.INFO if error.code is Code.UNAVAILABLE else logging.WARNING
-        log.log(level if is_news else logging.DEBUG, "%s: %s; trying again until it is there", what, error.message)
+        text = "%s (%s): %s; trying again until it is there"
+        log.log(level if is_news else logging.DEBUG, text, what, self._engine, error.message)
 
     def forget(self) -> None:
         """A try succeeded."""
         self._last_reason = ""
-
-
-LoadTokenizer = Callable[[str, int], Tokenizer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,42 +60,66 @@ class _Life:
     mutations: LeaseMutations
 
 
-class Link:
-    """Keeps the router connected; the servicer's view of what is served.
+class LinkState(Enum):
+    """How it stands with an engine.
 
-    Args:
-        on_ready: told whenever new requests can, or can no longer, be taken.
-        load: makes the tokenizer of a model source.
+    CONNECTING: not reached yet, or lost. SERVING: it takes requests.
     """
 
-    def __init__(
-        self,
-        config: RouterConfig,
-        router_id: str,
-        observer: Observer,
-        threads: ThreadExecutor,
-        on_ready: Callable[[bool], Awaitable[None]],
-        load: LoadTokenizer = load_tokenizer,
-    ) -> None:
-        self.router_id = router_id
+    CONNECTING = auto()
+    SERVING = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    """What all links of a router share.
+
+    Attributes:
+        on_ready: told whenever a link can, or can no longer, take new requests.
+    """
+
+    config: RouterConfig
+    router_id: str
+    observers: Observers
+    tokenizers: Tokenizers
+    threads: ThreadExecutor
+    on_ready: Callable[[], Awaitable[None]]
+
+
+class Link:
+    """Keeps the router connected to one engine.
+
+    Attributes:
+        name: of the engine, as configured.
+        client_id: what executor and cache service know this link by.
+        model: what the engine serves, or served last; None: it was never reached.
+        is_ready: whether new requests are taken.
+    """
+
+    def __init__(self, address: EngineAddress, common: Common) -> None:
+        config = common.config
+        self.name = address.name
+        self.client_id = f"{common.router_id}/{address.name}"
+        self.model: Model | None = None
         self.is_ready = False
-        self.is_draining = False
+        self._common = common
         self._config = config
-        self._observer = observer
-        self._threads = threads
-        self._on_ready = on_ready
-        self._load = load
-        self._executor = ExecutorClient(config.executor)
-        self._cache = CacheClient(config.cache_service, router_id, config.lease_ttl_s, config.recovery_grace_s)
+        self._executor = ExecutorClient(address.executor)
+        self._cache_address = address.cache_service
+        self._cache = CacheClient(address.cache_service, self.client_id, config.lease_ttl_s, config.recovery_grace_s)
         self._life: _Life | None = None
         self._task: asyncio.Task[None] | None = None
         self._session: Session | None = None
-        self._complaints = _Complaints()
-        self._tokenizers: dict[str, Tokenizer] = {}  # of the last model, by its fingerprint
+        self._is_closing = False
+        self._complaints = _Complaints(self.name)
 
     @property
     def backend(self) -> Backend | None:
         return self._life.backend if self._life else None
+
+    @property
+    def state(self) -> LinkState:
+        return LinkState.SERVING if self.is_ready else LinkState.CONNECTING
 
     @property
     def router_epoch(self) -> int:
@@ -106,11 +131,11 @@ class Link:
 
     async def close(self) -> None:
         """Leave in order: live requests fail, the session ends, all blocks go back, connections close."""
-        self.is_draining = True
+        self._is_closing = True
         life = self._life
         sent_steps = {}
         if life is not None:
-            life.backend.engine.fail_all(_draining())
+            life.backend.engine.fail_all(refusals.draining())
             sent_steps = life.backend.engine.sent_steps()
         if self._task is not None:
             self._task.cancel()
@@ -135,7 +160,7 @@ class Link:
             except OctavoError as error:
                 self._complaints.tell("not serving", error)
             except Exception:
-                log.exception("not serving; trying again in %.1f s", backoff_s)
+                log.exception("not serving (%s); trying again in %.1f s", self.name, backoff_s)
             if self._life is not before:  # it was connected
                 backoff_s = FIRST_BACKOFF_S
             await asyncio.sleep(backoff_s)
@@ -143,33 +168,27 @@ class Link:
 
     async def _live(self) -> None:
         """One life, to its end."""
-        model = await self._executor.describe()
-        tokenizer = await self._tokenizer_of(model)
+        self.model = model = await self._executor.describe()
+        tokenizer = await self._common.tokenizers.of(model)
         lease = await self._cache.open_lease()
         outbox = Outbox()
-        engine = Engine(model, _limits(self._config, model), outbox, self._observer)
+        observer = self._common.observers.of(self.name, model.name)
+        engine = Engine(model, _limits(self._config, model), outbox, observer)
         mutations = self._cache.mutations(lease, model, outbox, engine)
-        backend = Backend(model, engine, tokenizer, self._threads)
+        pool = (self._cache_address, model.arena_id, model.fingerprint, model.num_blocks)
+        backend = Backend(self.name, model, engine, tokenizer, self._common.threads, pool)
         self._life = _Life(backend, lease, mutations)
-        log.info(
-            "serving %s on %s: %d blocks of %d tokens", model.name, model.device, model.num_blocks, model.block_size
-        )
+        blocks = f"{model.num_blocks} blocks of {model.block_size} tokens"
+        log.info("serving %s by %s on %s: %s", model.name, self.name, model.device, blocks)
         try:
             await _until_one_ends(engine.run(), mutations.run(), self._keep_session(engine, lease))
         finally:
             await self._set_ready(False)
-            if self._session is not None and not self.is_draining:
+            if self._session is not None and not self._is_closing:
                 self._session.abandon()
                 self._session = None
             engine.detach()
-            engine.fail_all(_lost())
-
-    async def _tokenizer_of(self, model: Model) -> Tokenizer:
-        if model.fingerprint not in self._tokenizers:
-            loop = asyncio.get_running_loop()
-            tokenizer = await loop.run_in_executor(self._threads, self._load, model.source, model.vocabulary_size)
-            self._tokenizers = {model.fingerprint: tokenizer}
-        return self._tokenizers[model.fingerprint]
+            engine.fail_all(refusals.engine_lost())
 
     async def _keep_session(self, engine: Engine, lease: Lease) -> None:
         """Session after session on the same lease.
@@ -182,7 +201,7 @@ class Link:
                 async with asyncio.timeout(self._config.recovery_grace_s):
                     session = await self._open_session(engine.model, lease)
             except TimeoutError:
-                raise _lost() from None
+                raise refusals.engine_lost() from None
             await self._pump(session, engine)
 
     async def _open_session(self, model: Model, lease: Lease) -> Session:
@@ -192,7 +211,7 @@ class Link:
                 now = await self._executor.describe()
                 if not now.is_same_pool(model):
                     raise ValueError(f"the executor now serves {now.name}, another model or another pool")
-                return await self._executor.open_session(self.router_id, lease.client_epoch)
+                return await self._executor.open_session(self.client_id, lease.client_epoch)
             except OctavoError as error:
                 if error.code is Code.FAILED_PRECONDITION:
                     raise  # this epoch is over: a new lease is needed
@@ -210,7 +229,7 @@ class Link:
             while True:
                 engine.on_outcome(await session.receive())
         except OctavoError as error:
-            log.warning("the session with the executor is lost: %s", error.message)
+            log.warning("the session with the executor is lost (%s): %s", self.name, error.message)
         await self._set_ready(False)
         engine.detach()
         session.abandon()
@@ -218,7 +237,7 @@ class Link:
 
     async def _set_ready(self, is_ready: bool) -> None:
         self.is_ready = is_ready
-        await self._on_ready(is_ready)
+        await self._common.on_ready()
 
 
 async def _until_one_ends(*works: Coroutine[Any, Any, None]) -> None:
@@ -241,19 +260,4 @@ def _limits(config: RouterConfig, model: Model) -> EngineLimits:
         max_tokens_per_step=min(config.max_tokens_per_step, model.max_tokens_per_step),
         max_steps_in_flight=min(config.max_steps_in_flight, model.max_steps_in_flight),
         slack_blocks=config.slack_blocks,
-    )
-
-
-def _draining() -> OctavoError:
-    return OctavoError(
-        Code.UNAVAILABLE, "DRAINING", "this router is going away; send to another one", retry_after_s=1.0
-    )
-
-
-def _lost() -> OctavoError:
-    return OctavoError(
-        Code.UNAVAILABLE,
-        "ENGINE_LOST",
-        "the engine was lost while this request ran; send it again",
-        retry_after_s=1.0,
     )

@@ -159,14 +159,14 @@ class LiveRequest:
     """One request.
 
     Attributes:
-        arrival: counts requests; with the priority it is the order in which they are served.
+        arrival: counts requests of an engine; with the priority it is the order in which they are served.
         choices: its answers, by index.
         num_cached_tokens: of the prompt, at the first admission; None: not admitted yet.
     """
 
     checked: CheckedRequest
-    arrival: int
     times: Times
+    arrival: int = 0
     stream: EventStream = field(init=False)
     choices: list[Choice] = field(init=False)
     num_cached_tokens: int | None = None

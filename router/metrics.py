@@ -4,6 +4,7 @@ Not here: buckets that other processes share (`octavo.metrics`), and any decisio
 """
 
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -12,6 +13,7 @@ from prometheus_client.registry import Collector
 from octavo import metrics as shared
 from router.backend import Backend
 from router.live import Phase
+from router.model import Model
 from router.observer import StepTimes
 from router.request import Timing, Usage
 from router.trace import StepTrace
@@ -21,55 +23,80 @@ LABELS = ("model_name", "engine")
 MAX_COUNTED_TOKENS = 200_000
 
 
+class EngineView(Protocol):
+    """What gauges read of an engine."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def model(self) -> Model | None: ...
+
+    @property
+    def backend(self) -> Backend | None: ...
+
+    @property
+    def is_ready(self) -> bool: ...
+
+
 class RouterMetrics:
-    """Counters and histograms of requests; an `Observer` of the engine.
+    """Counters and histograms of all engines' requests; hands each engine its own `Observer`.
 
     Args:
-        backend: what is served now; read at each scrape and for each label.
-        engine: name of the engine behind, as a label.
+        engines: all that are configured; read at each scrape.
         trace: is told of every step too.
     """
 
-    def __init__(self, backend: Callable[[], Backend | None], engine: str, trace: StepTrace | None = None) -> None:
+    def __init__(self, engines: Callable[[], Iterable[EngineView]], trace: StepTrace | None = None) -> None:
         self.registry = CollectorRegistry()
-        self._backend = backend
-        self._trace = trace
-        self._engine = engine
-        self.registry.register(_Gauges(backend, engine))
+        self.trace = trace
+        self.registry.register(_Gauges(engines))
         self._make_counters()
         self._make_histograms()
 
+    def of(self, engine: str, model_name: str) -> "EngineMetrics":
+        """The observer of an engine while it serves a model."""
+        return EngineMetrics(self, engine, model_name)
+
+    def on_rejected(self, reason: str, model_name: str = "", engine: str = "") -> None:
+        """A request was refused before it was queued; by what engine, as far as it came."""
+        self.rejections.labels(model_name, engine, reason).inc()
+
+    def on_call(self, method: str, grpc_code: str) -> None:
+        """A call of the public API ended."""
+        self.calls.labels(method, grpc_code).inc()
+
     def _make_counters(self) -> None:
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of ended requests")
-        self._generation_tokens = self._counter("generation_tokens", "Tokens generated")
-        self._queries = self._counter("prefix_cache_queries", "Prompt tokens looked up, once per request")
-        self._hits = self._counter("prefix_cache_hits", "Prompt tokens found, once per request")
-        self._preemptions = self._counter("num_preemptions", "Requests that gave up their blocks")
-        self._rejections = self._counter("admission_rejections", "Requests refused before they queued", "reason")
-        self._ended = self._counter("request_success", "Ended requests, aborted ones too", "finished_reason")
-        self._calls = Counter(
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of ended requests")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens generated")
+        self.queries = self._counter("prefix_cache_queries", "Prompt tokens looked up, once per request")
+        self.hits = self._counter("prefix_cache_hits", "Prompt tokens found, once per request")
+        self.preemptions = self._counter("num_preemptions", "Requests that gave up their blocks")
+        self.rejections = self._counter("admission_rejections", "Requests refused before they queued", "reason")
+        self.ended = self._counter("request_success", "Ended requests, aborted ones too", "finished_reason")
+        self.calls = Counter(
             "octavo_grpc_requests", "Calls by method and status", ("method", "grpc_code"), registry=self.registry
         )
 
     def _make_histograms(self) -> None:
         latency, token_gap = shared.REQUEST_LATENCY_SECONDS, shared.INTER_TOKEN_LATENCY_SECONDS
         counts = shared.token_count_buckets(MAX_COUNTED_TOKENS)
-        self._first_token = self._histogram(
+        self.first_token = self._histogram(
             "time_to_first_token_seconds", "Arrival to first token", shared.TIME_TO_FIRST_TOKEN_SECONDS
         )
-        self._token_gap = self._histogram("inter_token_latency_seconds", "Between two tokens", token_gap)
-        self._per_token = self._histogram(
+        self.token_gap = self._histogram("inter_token_latency_seconds", "Between two tokens", token_gap)
+        self.per_token = self._histogram(
             "request_time_per_output_token_seconds", "Mean time per token after the first", token_gap
         )
-        self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to end", latency)
-        self._queue = self._histogram("request_queue_time_seconds", "Arrival to first step", latency)
-        self._prefill = self._histogram("request_prefill_time_seconds", "First step to first token", latency)
-        self._decode = self._histogram("request_decode_time_seconds", "First token to last", latency)
-        self._inference = self._histogram("request_inference_time_seconds", "First step to last token", latency)
-        self._request_prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request", counts)
-        self._request_generation = self._histogram("request_generation_tokens", "Tokens generated for one", counts)
-        self._iteration = self._histogram("iteration_tokens", "Tokens of a step", shared.ITERATION_TOKENS)
-        self._step_time = self._histogram("step_time_seconds", "Parts of a step", shared.STEP_TIME_SECONDS, "part")
+        self.e2e = self._histogram("e2e_request_latency_seconds", "Arrival to end", latency)
+        self.queue = self._histogram("request_queue_time_seconds", "Arrival to first step", latency)
+        self.prefill = self._histogram("request_prefill_time_seconds", "First step to first token", latency)
+        self.decode = self._histogram("request_decode_time_seconds", "First token to last", latency)
+        self.inference = self._histogram("request_inference_time_seconds", "First step to last token", latency)
+        self.request_prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request", counts)
+        self.request_generation = self._histogram("request_generation_tokens", "Tokens generated for one", counts)
+        self.iteration = self._histogram("iteration_tokens", "Tokens of a step", shared.ITERATION_TOKENS)
+        self.step_time = self._histogram("step_time_seconds", "Parts of a step", shared.STEP_TIME_SECONDS, "part")
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"octavo_{name}", text, (*LABELS, *labels), registry=self.registry)
@@ -77,82 +104,84 @@ class RouterMetrics:
     def _histogram(self, name: str, text: str, buckets: Iterable[float], *labels: str) -> Histogram:
         return Histogram(f"octavo_{name}", text, (*LABELS, *labels), buckets=tuple(buckets), registry=self.registry)
 
-    @property
-    def _labels(self) -> tuple[str, str]:
-        backend = self._backend()
-        return (backend.model.name if backend else "", self._engine)
 
-    # -------------------------------------------------------------------------------------------------------- observer
+class EngineMetrics:
+    """An `Observer` that counts under the labels of its engine."""
+
+    def __init__(self, metrics: RouterMetrics, engine: str, model_name: str) -> None:
+        self._metrics = metrics
+        self._engine = engine
+        self._labels = labels = (model_name, engine)
+        # Found once: these are counted for every token or step.
+        self._generation_tokens = metrics.generation_tokens.labels(*labels)
+        self._token_gap = metrics.token_gap.labels(*labels)
+        self._iteration = metrics.iteration.labels(*labels)
+        self._plan_time = metrics.step_time.labels(*labels, "plan")
+        self._deliver_time = metrics.step_time.labels(*labels, "deliver")
 
     def on_admitted(self, num_queried_tokens: int, num_hit_tokens: int) -> None:
-        self._queries.labels(*self._labels).inc(num_queried_tokens)
-        self._hits.labels(*self._labels).inc(num_hit_tokens)
+        self._metrics.queries.labels(*self._labels).inc(num_queried_tokens)
+        self._metrics.hits.labels(*self._labels).inc(num_hit_tokens)
 
     def on_first_token(self, elapsed_s: float) -> None:
-        self._first_token.labels(*self._labels).observe(elapsed_s)
+        self._metrics.first_token.labels(*self._labels).observe(elapsed_s)
 
     def on_token(self, gap_s: float | None) -> None:
-        self._generation_tokens.labels(*self._labels).inc()
+        self._generation_tokens.inc()
         if gap_s is not None:
-            self._token_gap.labels(*self._labels).observe(gap_s)
+            self._token_gap.observe(gap_s)
 
     def on_preempted(self) -> None:
-        self._preemptions.labels(*self._labels).inc()
+        self._metrics.preemptions.labels(*self._labels).inc()
 
     def on_step(self, times: StepTimes) -> None:
-        labels = self._labels
-        self._step_time.labels(*labels, "plan").observe(times.send_began - times.plan_began)
-        self._step_time.labels(*labels, "deliver").observe(times.delivered - times.deliver_began)
+        self._plan_time.observe(times.send_began - times.plan_began)
+        self._deliver_time.observe(times.delivered - times.deliver_began)
         if times.num_tokens:
-            self._iteration.labels(*labels).observe(times.num_tokens)
-        if self._trace is not None:
-            self._trace.add(times)
+            self._iteration.observe(times.num_tokens)
+        if self._metrics.trace is not None:
+            self._metrics.trace.add(self._engine, times)
 
     def on_ended(self, outcome: str, usage: Usage, timing: Timing, elapsed_s: float) -> None:
-        labels = self._labels
-        self._ended.labels(*labels, outcome).inc()
-        self._prompt_tokens.labels(*labels).inc(usage.prompt_tokens)
-        self._request_prompt.labels(*labels).observe(usage.prompt_tokens)
-        self._request_generation.labels(*labels).observe(usage.generated_tokens)
-        self._e2e.labels(*labels).observe(elapsed_s)
-        self._queue.labels(*labels).observe(timing.queue_s)
+        metrics, labels = self._metrics, self._labels
+        metrics.ended.labels(*labels, outcome).inc()
+        metrics.prompt_tokens.labels(*labels).inc(usage.prompt_tokens)
+        metrics.request_prompt.labels(*labels).observe(usage.prompt_tokens)
+        metrics.request_generation.labels(*labels).observe(usage.generated_tokens)
+        metrics.e2e.labels(*labels).observe(elapsed_s)
+        metrics.queue.labels(*labels).observe(timing.queue_s)
         if usage.generated_tokens:
-            self._prefill.labels(*labels).observe(timing.prefill_s)
-            self._decode.labels(*labels).observe(timing.decode_s)
-            self._inference.labels(*labels).observe(timing.prefill_s + timing.decode_s)
+            metrics.prefill.labels(*labels).observe(timing.prefill_s)
+            metrics.decode.labels(*labels).observe(timing.decode_s)
+            metrics.inference.labels(*labels).observe(timing.prefill_s + timing.decode_s)
         if usage.generated_tokens > 1:
-            self._per_token.labels(*labels).observe(timing.decode_s / (usage.generated_tokens - 1))
-
-    def on_rejected(self, reason: str) -> None:
-        self._rejections.labels(*self._labels, reason).inc()
-
-    def on_call(self, method: str, grpc_code: str) -> None:
-        """A call of the public API ended."""
-        self._calls.labels(method, grpc_code).inc()
+            metrics.per_token.labels(*labels).observe(timing.decode_s / (usage.generated_tokens - 1))
 
 
 class _Gauges(Collector):
-    """Read from the engine when somebody asks, so that they cannot freeze."""
+    """Read from the engines when somebody asks, so that they cannot freeze."""
 
-    def __init__(self, backend: Callable[[], Backend | None], engine: str) -> None:
-        self._backend = backend
-        self._engine = engine
+    def __init__(self, engines: Callable[[], Iterable[EngineView]]) -> None:
+        self._engines = engines
 
     def collect(self) -> Iterable[Metric]:
-        backend = self._backend()
-        if backend is None:
-            return
-        labels = (backend.model.name, self._engine)
-        load = backend.engine.load()
-        yield _gauge("num_requests_running", "Requests that hold blocks", labels, load.num_running)
-        yield _gauge("num_requests_waiting", "Requests that wait", labels, load.num_waiting)
-        yield _gauge("kv_cache_usage_ratio", "Blocks that requests hold, of the pool", labels, load.kv_usage_ratio)
-        by_reason = GaugeMetricFamily(
-            "octavo_num_requests_waiting_by_reason", "Requests that wait, by what for", labels=(*LABELS, "reason")
-        )
-        for reason, count in _waiting_by_reason(backend).items():
-            by_reason.add_metric((*labels, reason), count)
-        yield by_reason
+        up = _gauge("engine_up", "Whether the router takes requests for the engine")
+        running = _gauge("num_requests_running", "Requests that hold blocks")
+        waiting = _gauge("num_requests_waiting", "Requests that wait")
+        usage = _gauge("kv_cache_usage_ratio", "Blocks that requests hold, of the pool")
+        by_reason = _gauge("num_requests_waiting_by_reason", "Requests that wait, by what for", "reason")
+        for engine in self._engines():
+            labels = (engine.model.name if engine.model is not None else "", engine.name)
+            up.add_metric(labels, engine.is_ready)
+            if engine.backend is None:
+                continue
+            load = engine.backend.engine.load()
+            running.add_metric(labels, load.num_running)
+            waiting.add_metric(labels, load.num_waiting)
+            usage.add_metric(labels, load.kv_usage_ratio)
+            for reason, count in _waiting_by_reason(engine.backend).items():
+                by_reason.add_metric((*labels, reason), count)
+        return (up, running, waiting, usage, by_reason)
 
     def describe(self) -> Iterable[Metric]:
         return ()
@@ -169,7 +198,5 @@ def _waiting_by_reason(backend: Backend) -> dict[str, int]:
     return counts
 
 
-def _gauge(name: str, text: str, labels: tuple[str, ...], value: float) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(f"octavo_{name}", text, labels=LABELS)
-    family.add_metric(labels, value)
-    return family
+def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"octavo_{name}", text, labels=(*LABELS, *labels))

@@ -50,5 +50,9 @@ class Observer(Protocol):
     def on_ended(self, outcome: str, usage: Usage, timing: Timing, elapsed_s: float) -> None:
         """The end of a request; `outcome` is the finish reason in small letters, `abort` or `error`."""
 
-    def on_rejected(self, reason: str) -> None:
-        """A request that was refused before it was queued."""
+
+class Observers(Protocol):
+    """Who observes each engine."""
+
+    def of(self, engine: str, model_name: str) -> Observer:
+        """The observer of an engine while it serves a model."""

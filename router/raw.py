@@ -1,4 +1,4 @@
-"""A Generate call's fields as they came, free of gRPC. None: unset. Nothing here is checked."""
+"""A Generate call's fields as they came, but for the model, free of gRPC. None: unset. Nothing here is checked."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,6 @@ class RawRequest:
     """
 
     request_id: str = ""
-    model: str = ""
     text: str | None = None
     token_ids: Sequence[int] | None = None
     chat: Chat | None = None

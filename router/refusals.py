@@ -1,6 +1,50 @@
-"""What the engine says when it refuses or ends a request: errors in full, each with its reason and numbers."""
+"""What the router says when it refuses or ends a request: errors in full, each with its reason and numbers."""
+
+from collections.abc import Sequence
 
 from octavo.errors import Code, OctavoError
+
+RETRY_AFTER_S = 1.0
+
+
+def nothing_served() -> OctavoError:
+    """No engine was reached yet."""
+    return _unavailable("NO_EXECUTOR", "no model is served yet; the executor is still loading or not reached")
+
+
+def not_reached(model_name: str) -> OctavoError:
+    """The model's engines are lost, at least for now."""
+    message = f"the executor or the cache service of {model_name!r} is not reached; try again"
+    return _unavailable("NO_EXECUTOR", message)
+
+
+def may_be_served(served: Sequence[str], unknown_engines: Sequence[str]) -> OctavoError:
+    """An engine that was never reached may have the model."""
+    message = (
+        f"no engine that was reached serves this model, only {_names(served)}, and {_names(unknown_engines)} "
+        "was not reached yet; try again"
+    )
+    return _unavailable("NO_EXECUTOR", message)
+
+
+def no_such_model(served: Sequence[str]) -> OctavoError:
+    """The name is of no model; or there is none, where it is needed."""
+    return OctavoError(
+        Code.NOT_FOUND,
+        "MODEL_NOT_FOUND",
+        f"model: name one that is served: {_names(served)}",
+        metadata={"served": ",".join(served)},
+    )
+
+
+def draining() -> OctavoError:
+    """This router ends."""
+    return _unavailable("DRAINING", "this router is going away; send to another one")
+
+
+def engine_lost() -> OctavoError:
+    """Executor or cache service were gone for too long."""
+    return _unavailable("ENGINE_LOST", "the engine was lost while this request ran; send it again")
 
 
 def step_failed(reason: str, message: str) -> OctavoError:
@@ -52,3 +96,11 @@ def superseded(request_id: str) -> OctavoError:
         "request_id: the same request was sent again while this call was live, and that call goes on with it",
         metadata={"request_id": request_id},
     )
+
+
+def _unavailable(reason: str, message: str) -> OctavoError:
+    return OctavoError(Code.UNAVAILABLE, reason, message, retry_after_s=RETRY_AFTER_S)
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))

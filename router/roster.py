@@ -5,8 +5,7 @@ import heapq
 from collections.abc import Iterator
 
 from router.ids import SequenceId, Slot
-from router.live import Choice, LiveRequest, Phase, Times
-from router.request import CheckedRequest
+from router.live import Choice, LiveRequest, Phase
 
 
 class Roster:
@@ -54,14 +53,17 @@ class Roster:
     def find_sequence(self, sequence_id: SequenceId) -> Choice | None:
         return self._by_sequence.get(sequence_id)
 
-    def reserve(self, checked: CheckedRequest, now: float) -> LiveRequest:
-        """Take an id that no live request has."""
-        request_id = checked.request_id
-        assert request_id not in self._by_id, "the engine looked"
-        live = LiveRequest(checked, self._num_arrived, Times(now))
+    def add(self, live: LiveRequest) -> None:
+        """A request arrives, under an id that no live one has."""
+        assert live.request_id not in self._by_id, "who calls looked"
+        live.arrival = self._num_arrived
         self._num_arrived += 1
-        self._by_id[request_id] = live
-        return live
+        self._by_id[live.request_id] = live
+
+    def remove(self, live: LiveRequest) -> None:
+        """A request leaves before it was submitted."""
+        assert not live.is_submitted, "its choices may hold places"
+        del self._by_id[live.request_id]
 
     def enqueue(self, choice: Choice) -> None:
         """Into the queue by priority and arrival: who ran before stands before all who came later."""

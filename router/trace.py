@@ -1,7 +1,8 @@
 """A trace of the last steps in the format that Chrome and Perfetto open: who did what while the executor computed.
 
-A lane for each part of a step. Plan, send and deliver follow each other in the router's one loop; execute overlaps them
-where two steps are in flight. Bounded: only the last steps are kept. Not here: what is counted (metrics).
+A process for each engine, and in it a lane for each part of a step. Plan, send and deliver follow each other in the
+router's one loop; execute overlaps them where two steps are in flight. Bounded: only the last steps are kept. Not here:
+what is counted (metrics).
 """
 
 import json
@@ -14,7 +15,6 @@ from typing import Any
 from router.observer import StepTimes
 
 LANES = ("plan", "send", "execute", "deliver")
-_PROCESS = 1
 
 
 class StepTrace:
@@ -28,12 +28,12 @@ class StepTrace:
 
     def __init__(self, path: Path, max_steps: int, unix_offset_s: float) -> None:
         self._path = path
-        self._steps: deque[StepTimes] = deque(maxlen=max_steps)
+        self._steps: deque[tuple[str, StepTimes]] = deque(maxlen=max_steps)
         self._unix_offset_s = unix_offset_s
 
-    def add(self, times: StepTimes) -> None:
-        """A step was delivered."""
-        self._steps.append(times)
+    def add(self, engine: str, times: StepTimes) -> None:
+        """A step of an engine was delivered."""
+        self._steps.append((engine, times))
 
     def write(self) -> None:
         """Replace the file by the steps that are kept. Raises OSError."""
@@ -42,14 +42,14 @@ class StepTrace:
         beside.replace(self._path)
 
     def events(self) -> list[dict[str, Any]]:
-        """Names of the lanes, then a complete event ("X") for each part of each step, in microseconds since 1970."""
-        names = [
-            {"ph": "M", "name": "thread_name", "pid": _PROCESS, "tid": lane, "args": {"name": name}}
-            for lane, name in enumerate(LANES, 1)
+        """Names, then a complete event ("X") for each part of each step, in microseconds since 1970."""
+        processes = {name: number for number, name in enumerate(sorted({name for name, _ in self._steps}), 1)}
+        events = [
+            event for name, process in processes.items() for event in (_process_name(process, name), *_lanes(process))
         ]
-        return names + [event for step in self._steps for event in self._events_of(step)]
+        return events + [event for name, step in self._steps for event in self._events_of(processes[name], step)]
 
-    def _events_of(self, step: StepTimes) -> Iterator[dict[str, Any]]:
+    def _events_of(self, process: int, step: StepTimes) -> Iterator[dict[str, Any]]:
         executed = self._execution(step)
         spans = (
             (step.plan_began, step.send_began),
@@ -68,7 +68,7 @@ class StepTrace:
                 "ph": "X",
                 "name": f"{name} {step.step_id}",
                 "cat": name,
-                "pid": _PROCESS,
+                "pid": process,
                 "tid": lane,
                 "ts": (began + self._unix_offset_s) * 1e6,
                 "dur": (ended - began) * 1e6,
@@ -82,3 +82,14 @@ class StepTrace:
         if step.send_began <= began <= step.received - step.execute_s:
             return began
         return step.received - step.execute_s
+
+
+def _process_name(process: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
+
+
+def _lanes(process: int) -> list[dict[str, Any]]:
+    return [
+        {"ph": "M", "name": "thread_name", "pid": process, "tid": lane, "args": {"name": name}}
+        for lane, name in enumerate(LANES, 1)
+    ]

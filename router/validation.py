@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from octavo.errors import Code, FieldViolation, OctavoError, invalid_argument
+from octavo.errors import FieldViolation, invalid_argument
 from router.model import Model
 from router.raw import RawRequest
 from router.request import CheckedRequest, Output, Prompt, Sampling, Stopping, seed_of
@@ -54,9 +54,8 @@ def validate(raw: RawRequest, model: Model, limits: RequestLimits, new_request_i
         new_request_id: for a request that names none.
 
     Raises:
-        OctavoError: NOT_FOUND for the model; INVALID_ARGUMENT with each bad field's path and its allowed range.
+        OctavoError: INVALID_ARGUMENT with each bad field's path and its allowed range.
     """
-    check_model(raw.model, model)
     wrong = _Violations()
     _check_unsupported(raw, model, wrong)
     _check_names(raw, wrong)
@@ -72,21 +71,6 @@ def validate(raw: RawRequest, model: Model, limits: RequestLimits, new_request_i
     if wrong:
         raise invalid_argument(*wrong)
     return _checked(raw, raw.request_id or new_request_id, model)
-
-
-def check_model(name: str, model: Model) -> None:
-    """Unset is the only model that is served.
-
-    Raises:
-        OctavoError: NOT_FOUND.
-    """
-    if name and name != model.name:
-        raise OctavoError(
-            Code.NOT_FOUND,
-            "MODEL_NOT_FOUND",
-            f"model: there is no model of this name; served is {model.name!r}",
-            metadata={"served": model.name},
-        )
 
 
 def check_count(field: str, count: int, most: int) -> None:

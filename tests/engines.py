@@ -115,7 +115,7 @@ async def router_in_front_of(engine: RunningEngine, **options: Any) -> AsyncIter
     await router.start()
     try:
         async with asyncio.timeout(START_S):
-            while not router.link.is_ready:  # noqa: ASYNC110
+            while not router.fleet.is_ready:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         yield router
         await engine.assert_settled()

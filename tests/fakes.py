@@ -138,6 +138,9 @@ class FakeExecutor:
     max_steps_in_flight: int = 2
     listen: str = "127.0.0.1:0"
     eos_token_ids: tuple[int, ...] = (EOS,)
+    executor_id: str = "fake"
+    model_name: str = "scripted"
+    fingerprint: str = FINGERPRINT
     draws: bool = False  # whether rows with a temperature draw among the candidates
     arena: Places = field(default_factory=dict)
     hooks: Hooks = field(default_factory=Hooks)
@@ -160,10 +163,10 @@ class FakeExecutor:
         block_bytes = 2 * 64 * 4 * BLOCK_SIZE
         response = await self._cache.RegisterExecutor(
             cache_pb2.RegisterExecutorRequest(
-                executor_id="fake",
+                executor_id=self.executor_id,
                 pid=os.getpid(),
                 arena_id="cpu",
-                model_fingerprint=FINGERPRINT,
+                model_fingerprint=self.fingerprint,
                 geometry=cache_pb2.KvGeometry(block_size=BLOCK_SIZE, dtype="float32", layers=[layer]),
                 kv_bytes=self.num_blocks * block_bytes,
             )
@@ -190,13 +193,13 @@ class FakeExecutor:
 
     def info(self) -> executor_pb2.GetExecutorInfoResponse:
         return executor_pb2.GetExecutorInfoResponse(
-            executor_id="fake",
+            executor_id=self.executor_id,
             executor_epoch=self.epoch,
             model=executor_pb2.ModelDescription(
-                name="scripted",
+                name=self.model_name,
                 source=self.tokenizer_source,
                 revision="1",
-                fingerprint=FINGERPRINT,
+                fingerprint=self.fingerprint,
                 architecture="ScriptedForCausalLM",
                 vocabulary_size=VOCABULARY_SIZE,
                 max_context_tokens=self.max_context_tokens,
@@ -218,7 +221,9 @@ class FakeExecutor:
         """One session from Open to its end."""
         opened = (await anext(requests)).open
         self._num_sessions += 1
-        key = cache_pb2.SessionKey(executor_id="fake", executor_epoch=self.epoch, session_id=self._num_sessions)
+        key = cache_pb2.SessionKey(
+            executor_id=self.executor_id, executor_epoch=self.epoch, session_id=self._num_sessions
+        )
         request = cache_pb2.OpenSessionRequest(
             session=key, client_id=opened.router_id, client_epoch=opened.router_epoch
         )

@@ -17,9 +17,18 @@ from octavo.v1 import cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_gr
 from router.app import Router
 from router.config import RouterConfig
 from router.engine import Engine
+from router.link import Link
 from tests.fakes import FakeExecutor, Script, counting
 
 SETTLE_S = 5.0
+ROUTER_OPTIONS: dict[str, Any] = {
+    "listen": "127.0.0.1:0",
+    "metrics_listen": "",
+    "router_id": "router-under-test",
+    "drain_accept_window_s": 0,
+    "lease_ttl_s": 2,
+    "slack_blocks": 1,
+}
 
 
 @dataclass
@@ -43,23 +52,12 @@ class FakeProcess:
             callback()
 
 
-@dataclass
-class Stack:
-    """The parts, and calls that tests make over and over."""
+@dataclass(kw_only=True)
+class Front:
+    """A router, and calls that tests make over and over."""
 
     router: Router
-    executor: FakeExecutor
-    process: FakeProcess
     stub: inference_pb2_grpc.InferenceServiceStub
-    cache: cache_pb2_grpc.BlockManagerServiceStub
-    channel: grpc.aio.Channel
-    cache_app: RunningApp
-
-    @property
-    def engine(self) -> Engine:
-        backend = self.router.link.backend
-        assert backend is not None
-        return backend.engine
 
     async def generate(self, prompt: str = "hi?", **fields: Any) -> inference_pb2.GenerateResponse:
         return await self.stub.Generate(request(prompt, **fields), timeout=30)
@@ -76,6 +74,29 @@ class Stack:
                 if sample.name == name and labels.items() <= sample.labels.items():
                     found += sample.value
         return found
+
+
+@dataclass(kw_only=True)
+class Stack(Front):
+    """All parts of a fleet of one."""
+
+    executor: FakeExecutor
+    process: FakeProcess
+    cache: cache_pb2_grpc.BlockManagerServiceStub
+    channel: grpc.aio.Channel
+    cache_app: RunningApp
+
+    @property
+    def engine(self) -> Engine:
+        backend = self.link.backend
+        assert backend is not None
+        return backend.engine
+
+    @property
+    def link(self) -> Link:
+        """To the only engine."""
+        (link,) = self.router.fleet.links
+        return link
 
     async def arena(self) -> cache_pb2.ArenaStats:
         response = await self.cache.GetStats(cache_pb2.GetStatsRequest(self_check=True))
@@ -145,30 +166,21 @@ async def running_stack(
         cache_address = f"127.0.0.1:{cache_app.server.port}"
         executor = FakeExecutor(script, tokenizer_source, cache_address, **executor_options)
         await executor.start()
-        options = {
-            "listen": "127.0.0.1:0",
-            "metrics_listen": "",
-            "cache_service": cache_address,
-            "executor": executor.address,
-            "router_id": "router-under-test",
-            "drain_accept_window_s": 0,
-            "lease_ttl_s": 2,
-            "slack_blocks": 1,
-        }
-        router = Router(RouterConfig(**(options | (config or {}))))
+        options = {"cache_service": cache_address, "executor": executor.address}
+        router = Router(RouterConfig(**(ROUTER_OPTIONS | options | (config or {}))))
         await router.start()
         channel, cache_channel = open_channel(f"127.0.0.1:{router.port}"), open_channel(cache_address)
         stack = Stack(
-            router,
-            executor,
-            process,
-            inference_pb2_grpc.InferenceServiceStub(channel),
-            cache_pb2_grpc.BlockManagerServiceStub(cache_channel),
-            channel,
-            cache_app,
+            router=router,
+            stub=inference_pb2_grpc.InferenceServiceStub(channel),
+            executor=executor,
+            process=process,
+            cache=cache_pb2_grpc.BlockManagerServiceStub(cache_channel),
+            channel=channel,
+            cache_app=cache_app,
         )
         try:
-            assert await until(lambda: router.link.is_ready, 20), "the router did not become ready"
+            assert await until(lambda: router.fleet.is_ready, 20), "the router did not become ready"
             yield stack
         finally:
             await channel.close()

@@ -20,6 +20,13 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_CONTEXT_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_TIME_LIMIT: _ClassVar[FinishReason]
     FINISH_REASON_CANCELLED: _ClassVar[FinishReason]
+
+class EngineState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ENGINE_STATE_UNSPECIFIED: _ClassVar[EngineState]
+    ENGINE_STATE_CONNECTING: _ClassVar[EngineState]
+    ENGINE_STATE_SERVING: _ClassVar[EngineState]
+    ENGINE_STATE_FAULTED: _ClassVar[EngineState]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_EOS: FinishReason
 FINISH_REASON_STOP_STRING: FinishReason
@@ -28,6 +35,10 @@ FINISH_REASON_MAX_TOKENS: FinishReason
 FINISH_REASON_CONTEXT_LENGTH: FinishReason
 FINISH_REASON_TIME_LIMIT: FinishReason
 FINISH_REASON_CANCELLED: FinishReason
+ENGINE_STATE_UNSPECIFIED: EngineState
+ENGINE_STATE_CONNECTING: EngineState
+ENGINE_STATE_SERVING: EngineState
+ENGINE_STATE_FAULTED: EngineState
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -433,7 +444,7 @@ class ListModelsResponse(_message.Message):
     def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "fingerprint", "architecture", "vocabulary_size", "max_context_tokens", "block_size", "num_blocks", "kv_dtype", "weights_dtype", "attention", "device")
+    __slots__ = ("name", "fingerprint", "architecture", "vocabulary_size", "max_context_tokens", "block_size", "num_blocks", "kv_dtype", "weights_dtype", "attention", "device", "engines")
     NAME_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -445,6 +456,7 @@ class Model(_message.Message):
     WEIGHTS_DTYPE_FIELD_NUMBER: _ClassVar[int]
     ATTENTION_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
     name: str
     fingerprint: str
     architecture: str
@@ -456,23 +468,36 @@ class Model(_message.Message):
     weights_dtype: str
     attention: str
     device: str
-    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., architecture: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., weights_dtype: _Optional[str] = ..., attention: _Optional[str] = ..., device: _Optional[str] = ...) -> None: ...
+    engines: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[str] = ..., architecture: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_context_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., weights_dtype: _Optional[str] = ..., attention: _Optional[str] = ..., device: _Optional[str] = ..., engines: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetServerInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "router_id", "router_epoch", "limits")
+    __slots__ = ("version", "router_id", "engines", "limits")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
-    ROUTER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     version: str
     router_id: str
-    router_epoch: int
+    engines: _containers.RepeatedCompositeFieldContainer[EngineInfo]
     limits: Limits
-    def __init__(self, version: _Optional[str] = ..., router_id: _Optional[str] = ..., router_epoch: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., router_id: _Optional[str] = ..., engines: _Optional[_Iterable[_Union[EngineInfo, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ...) -> None: ...
+
+class EngineInfo(_message.Message):
+    __slots__ = ("name", "model", "state", "router_epoch")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    model: str
+    state: EngineState
+    router_epoch: int
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., state: _Optional[_Union[EngineState, str]] = ..., router_epoch: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("max_queued_requests", "max_running_requests", "max_tokens_per_step", "max_message_bytes", "max_stop_strings", "max_stop_string_bytes", "max_stop_token_ids", "max_choices", "max_top_logprobs", "max_logit_biases", "max_bad_words", "max_bad_word_bytes")
@@ -507,10 +532,12 @@ class GetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("models",)
+    __slots__ = ("models", "engines")
     MODELS_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
     models: _containers.RepeatedCompositeFieldContainer[ModelLoad]
-    def __init__(self, models: _Optional[_Iterable[_Union[ModelLoad, _Mapping]]] = ...) -> None: ...
+    engines: _containers.RepeatedCompositeFieldContainer[EngineLoad]
+    def __init__(self, models: _Optional[_Iterable[_Union[ModelLoad, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[EngineLoad, _Mapping]]] = ...) -> None: ...
 
 class ModelLoad(_message.Message):
     __slots__ = ("name", "running_requests", "waiting_requests", "kv_cache_usage_ratio")
@@ -523,3 +550,17 @@ class ModelLoad(_message.Message):
     waiting_requests: int
     kv_cache_usage_ratio: float
     def __init__(self, name: _Optional[str] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., kv_cache_usage_ratio: _Optional[float] = ...) -> None: ...
+
+class EngineLoad(_message.Message):
+    __slots__ = ("name", "model", "running_requests", "waiting_requests", "kv_cache_usage_ratio")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_USAGE_RATIO_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    model: str
+    running_requests: int
+    waiting_requests: int
+    kv_cache_usage_ratio: float
+    def __init__(self, name: _Optional[str] = ..., model: _Optional[str] = ..., running_requests: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., kv_cache_usage_ratio: _Optional[float] = ...) -> None: ...

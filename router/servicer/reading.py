@@ -16,7 +16,6 @@ def read_request(message: inference_pb2.GenerateRequest | inference_pb2.Generate
     sampling, stopping, kind = message.sampling, message.stopping, message.WhichOneof("prompt")
     return RawRequest(
         request_id=message.request_id,
-        model=message.model,
         text=message.text if kind == "text" else None,
         token_ids=message.token_ids.ids if kind == "token_ids" else None,
         chat=read_chat(message.chat) if kind == "chat" else None,

@@ -1,8 +1,11 @@
 """Our words to public messages."""
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from octavo.v1 import inference_pb2
+from router.backend import Backend
+from router.link import Link
 from router.logprob import TokenLogprob
 from router.model import Model
 from router.request import FinishReason, Timing, Usage
@@ -96,7 +99,55 @@ def timing_message(timing: Timing) -> inference_pb2.Timing:
     )
 
 
-def model_message(model: Model) -> inference_pb2.Model:
+def model_messages(backends: Iterable[Backend]) -> list[inference_pb2.Model]:
+    """One of each name, as its first engine serves it, with the names of all."""
+    messages: dict[str, inference_pb2.Model] = {}
+    for backend in backends:
+        name = backend.model.name
+        messages.setdefault(name, _model_message(backend.model)).engines.append(backend.name)
+    return list(messages.values())
+
+
+def engine_message(link: Link) -> inference_pb2.EngineInfo:
+    return inference_pb2.EngineInfo(
+        name=link.name,
+        model=link.model.name if link.model is not None else "",
+        state=f"ENGINE_STATE_{link.state.name}",
+        router_epoch=link.router_epoch,
+    )
+
+
+def load_message(backends: Sequence[Backend]) -> inference_pb2.GetLoadResponse:
+    """Of each engine, and of each model over its engines."""
+    response = inference_pb2.GetLoadResponse()
+    for backend in backends:
+        load = backend.engine.load()
+        response.engines.add(
+            name=backend.name,
+            model=backend.model.name,
+            running_requests=load.num_running,
+            waiting_requests=load.num_waiting,
+            kv_cache_usage_ratio=load.kv_usage_ratio,
+        )
+    for name in dict.fromkeys(backend.model.name for backend in backends):
+        engines = [engine for engine in response.engines if engine.model == name]
+        response.models.add(
+            name=name,
+            running_requests=sum(engine.running_requests for engine in engines),
+            waiting_requests=sum(engine.waiting_requests for engine in engines),
+            kv_cache_usage_ratio=_usage_ratio([backend for backend in backends if backend.model.name == name]),
+        )
+    return response
+
+
+def _usage_ratio(backends: Sequence[Backend]) -> float:
+    """Engines that share a pool fill it together."""
+    pools = {backend.pool: backend.model.num_usable_blocks for backend in backends}
+    used = sum(backend.engine.num_used_blocks for backend in backends)
+    return min(1.0, used / max(1, sum(pools.values())))
+
+
+def _model_message(model: Model) -> inference_pb2.Model:
     return inference_pb2.Model(
         name=model.name,
         fingerprint=model.fingerprint,

@@ -20,6 +20,7 @@ from octavo.options import FIELD_PATHS, GenerateOptions
 from octavo.results import (
     Completed,
     Delta,
+    EngineInfo,
     Finished,
     FinishReason,
     PromptLogprobs,
@@ -112,9 +113,9 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer):
         return pb.ListModelsResponse(models=[pb.Model(name="m", vocabulary_size=9, block_size=16, num_blocks=8)])
 
     def GetServerInfo(self, request, context):
-        return pb.GetServerInfoResponse(
-            version="1", router_id="r", router_epoch=3, limits=pb.Limits(max_stop_strings=4, max_top_logprobs=20)
-        )
+        engine = pb.EngineInfo(name="left", model="m", state=pb.ENGINE_STATE_SERVING, router_epoch=3)
+        limits = pb.Limits(max_stop_strings=4, max_top_logprobs=20)
+        return pb.GetServerInfoResponse(version="1", router_id="r", engines=[engine], limits=limits)
 
     def GetLoad(self, request, context):
         return pb.GetLoadResponse(models=[pb.ModelLoad(name="m", running_requests=2, kv_cache_usage_ratio=0.5)])
@@ -396,7 +397,8 @@ def test_text_and_server_calls(make_client, fake):
     assert (client.cancel("live"), client.cancel("gone")) == (True, False)
     assert (client.models()[0].name, client.models()[0].block_size) == ("m", 16)
     info = client.server_info()
-    assert (info.router_epoch, info.limits.max_stop_strings, info.limits.max_top_logprobs) == (3, 4, 20)
+    assert info.engines == (EngineInfo("left", "m", "serving", 3),)
+    assert (info.limits.max_stop_strings, info.limits.max_top_logprobs) == (4, 20)
     assert client.load()[0].kv_cache_usage_ratio == 0.5
 
 

@@ -69,7 +69,7 @@ async def test_streams_go_on_with_the_replacement_of_a_dead_executor(source: str
         await wait_for_tokens(stack, 60 + 20)
         dead = stack.executor
         await dead.stop()
-        assert await until(lambda: not stack.router.link.is_ready)
+        assert await until(lambda: not stack.link.is_ready)
         assert await health(stack) == health_pb2.HealthCheckResponse.NOT_SERVING
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stack.generate()
@@ -99,16 +99,16 @@ async def test_requests_fail_when_the_executor_stays_away(source: str) -> None:
 async def test_a_lost_lease_fails_what_ran_and_a_new_one_serves(source: str) -> None:
     async with running_stack(source) as stack:
         stack.executor.hooks.before_step = slow
-        epoch = stack.router.link.router_epoch
+        epoch = stack.link.router_epoch
         call = asyncio.create_task(stack.generate(stopping=TOKENS))
         await wait_for_tokens(stack, 5)
         # Somebody else opens a lease in this router's name: a replacement of it.
-        await stack.cache.OpenLease(cache_pb2.OpenLeaseRequest(client_id="router-under-test"))
+        await stack.cache.OpenLease(cache_pb2.OpenLeaseRequest(client_id=stack.link.client_id))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call
         error = error_of_call(caught.value)
         assert (error.code, error.retry_after_s) == (Code.UNAVAILABLE, 1.0)
-        assert await until(lambda: stack.router.link.router_epoch > epoch and stack.router.link.is_ready)
+        assert await until(lambda: stack.link.router_epoch > epoch and stack.link.is_ready)
         assert (await stack.generate(stopping=TOKENS)).usage.generated_tokens == 60
         await stack.settle()
 
@@ -171,10 +171,10 @@ async def test_what_is_not_there_yet_is_said_once(source: str, caplog: pytest.Lo
 async def test_a_lease_outlives_idle_time(source: str) -> None:
     """Kept alive in the background; the answer after it comes from the same lease."""
     async with running_stack(source, config={"lease_ttl_s": 0.3}) as stack:
-        epoch = stack.router.link.router_epoch
+        epoch = stack.link.router_epoch
         await asyncio.sleep(1.0)
         assert (await stack.generate(stopping={"max_tokens": 3})).usage.generated_tokens == 3
-        assert stack.router.link.router_epoch == epoch
+        assert stack.link.router_epoch == epoch
 
 
 async def test_cancelled_blocks_come_free_at_the_acknowledgement(source: str) -> None:
@@ -255,7 +255,10 @@ async def test_a_second_router_serves_the_same_executor_address_book(source: str
         stub = health_pb2_grpc.HealthStub(channel)
         assert (await stub.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING
         info = await stack.stub.GetServerInfo(inference_pb2.GetServerInfoRequest())
-        assert (info.router_id, info.router_epoch) == ("router-under-test", stack.router.link.router_epoch)
+        assert info.router_id == "router-under-test"
+        serving, epoch = inference_pb2.ENGINE_STATE_SERVING, stack.link.router_epoch
+        engine = inference_pb2.EngineInfo(name="engine-0", model="scripted", state=serving, router_epoch=epoch)
+        assert list(info.engines) == [engine]
         assert info.limits.max_running_requests == 16, "the executor's rows, not the option"
         assert info.limits.max_tokens_per_step == 64
         models = (await stack.stub.ListModels(inference_pb2.ListModelsRequest())).models

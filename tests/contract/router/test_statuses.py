@@ -121,7 +121,7 @@ async def test_unavailable_while_draining_and_live_requests_end(source: str) -> 
         live = asyncio.create_task(stack.generate(stopping={"max_tokens": 20}))
         assert await until(lambda: len(stack.engine.roster.running) == 1)
         draining = asyncio.create_task(stack.router.drain())
-        assert await until(lambda: stack.router.link.is_draining)
+        assert await until(lambda: stack.router.fleet.is_draining)
         error, _ = await failed_call(stack)
         assert (error.code, error.reason, error.retry_after_s) == (Code.UNAVAILABLE, "DRAINING", 1.0)
         stack.executor.hooks.is_open.set()

@@ -38,7 +38,7 @@ def refuse_all(engine: Engine, outbox: Outbox) -> list[Allocation]:
 async def test_who_was_refused_is_tried_alone_after_a_while_and_nobody_spins() -> None:
     now = 100.0
     outbox = Outbox()
-    engine = Engine(MODEL, LIMITS, outbox, RouterMetrics(lambda: None, "test"), clock=lambda: now)
+    engine = Engine(MODEL, LIMITS, outbox, RouterMetrics(lambda: ()).of("engine", "m"), clock=lambda: now)
     engine.attach(SessionKey("e", 1, 1), lambda step: None)
     capacity: Capacity = engine._capacity
     submit(engine, "one")
