@@ -162,9 +162,12 @@ class Engine:
             self._end(live, "abort")
 
     def fail_all(self, error: OctavoError) -> None:
-        """End every live request with an error."""
+        """End every live request with an error, also where a fault left one in a state that it cannot be in."""
         for live in self.roster:
-            self.fail(live, error)
+            try:
+                self.fail(live, error)
+            except Exception:
+                log.exception("request %s: it could not be ended in order", live.request_id)
 
     def sent_steps(self) -> dict[SessionKey, StepId]:
         """The highest step that was sent to the session: what it may still write."""

@@ -6,6 +6,7 @@ session   within a life: an executor that died and came back is sent all rows ag
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Executor as ThreadExecutor
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 from octavo.errors import Code, OctavoError
 from router import refusals
 from router.backend import Backend
+from router.backoff import Backoff
 from router.clients.cache import CacheClient, Lease, LeaseMutations
 from router.clients.executor import ExecutorClient, Session
 from router.config import EngineAddress, RouterConfig
@@ -28,6 +30,10 @@ log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
+# After a fault of our own the same may happen again at once: as Kubernetes does with a container that crashes.
+FIRST_FAULT_PAUSE_S = 1.0
+MAX_FAULT_PAUSE_S = 60.0
+FAULT_FORGOTTEN_S = 300.0
 
 
 class _Complaints:
@@ -63,11 +69,12 @@ class _Life:
 class LinkState(Enum):
     """How it stands with an engine.
 
-    CONNECTING: not reached yet, or lost. SERVING: it takes requests.
+    CONNECTING: not reached yet, or lost. SERVING: it takes requests. FAULTED: the router itself failed on it.
     """
 
     CONNECTING = auto()
     SERVING = auto()
+    FAULTED = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +118,8 @@ class Link:
         self._task: asyncio.Task[None] | None = None
         self._session: Session | None = None
         self._is_closing = False
+        self._is_faulted = False
+        self._fault_pauses = Backoff(FIRST_FAULT_PAUSE_S, MAX_FAULT_PAUSE_S)
         self._complaints = _Complaints(self.name)
 
     @property
@@ -119,7 +128,9 @@ class Link:
 
     @property
     def state(self) -> LinkState:
-        return LinkState.SERVING if self.is_ready else LinkState.CONNECTING
+        if self.is_ready:
+            return LinkState.SERVING
+        return LinkState.FAULTED if self._is_faulted else LinkState.CONNECTING
 
     @property
     def router_epoch(self) -> int:
@@ -152,19 +163,30 @@ class Link:
 
     async def _run(self) -> None:
         """Connect, and connect again, for ever."""
-        backoff_s = FIRST_BACKOFF_S
+        backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         while True:
-            before = self._life
+            before, began = self._life, time.monotonic()
             try:
                 await self._live()
             except OctavoError as error:
                 self._complaints.tell("not serving", error)
+                if self._life is not before:  # it was connected
+                    backoff.reset()
+                wait_s = backoff.next_s()
             except Exception:
-                log.exception("not serving (%s); trying again in %.1f s", self.name, backoff_s)
-            if self._life is not before:  # it was connected
-                backoff_s = FIRST_BACKOFF_S
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+                wait_s = self._take_fault(time.monotonic() - began)
+            await asyncio.sleep(wait_s)
+
+    def _take_fault(self, lived_s: float) -> float:
+        """Something is wrong with the router itself: loud, counted, and no reason to hurry. Returns the pause."""
+        if lived_s > FAULT_FORGOTTEN_S:
+            self._fault_pauses.reset()
+        self._is_faulted = True
+        self._common.observers.on_fault(self.name)
+        pause_s = self._fault_pauses.next_s()
+        text = "a fault of the router on engine %s, a defect to report: its requests end with INTERNAL; again in %.0f s"
+        log.exception(text, self.name, pause_s)
+        return pause_s
 
     async def _live(self) -> None:
         """One life, to its end."""
@@ -182,6 +204,11 @@ class Link:
         log.info("serving %s by %s on %s: %s", model.name, self.name, model.device, blocks)
         try:
             await _until_one_ends(engine.run(), mutations.run(), self._keep_session(engine, lease))
+        except OctavoError:
+            raise
+        except Exception:
+            engine.fail_all(refusals.router_fault())  # sent again, they could do the same again: not UNAVAILABLE
+            raise
         finally:
             await self._set_ready(False)
             if self._session is not None and not self._is_closing:
@@ -205,19 +232,18 @@ class Link:
             await self._pump(session, engine)
 
     async def _open_session(self, model: Model, lease: Lease) -> Session:
-        backoff_s = FIRST_BACKOFF_S
+        backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         while True:
             try:
                 now = await self._executor.describe()
                 if not now.is_same_pool(model):
-                    raise ValueError(f"the executor now serves {now.name}, another model or another pool")
+                    raise refusals.model_changed(now.name)
                 return await self._executor.open_session(self.client_id, lease.client_epoch)
             except OctavoError as error:
                 if error.code is Code.FAILED_PRECONDITION:
                     raise  # this epoch is over: a new lease is needed
                 self._complaints.tell("no session with the executor", error)
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            await asyncio.sleep(backoff.next_s())
 
     async def _pump(self, session: Session, engine: Engine) -> None:
         """Outcomes into the engine until the session is lost."""
@@ -237,6 +263,7 @@ class Link:
 
     async def _set_ready(self, is_ready: bool) -> None:
         self.is_ready = is_ready
+        self._is_faulted = self._is_faulted and not is_ready
         await self._common.on_ready()
 
 

@@ -62,6 +62,10 @@ class RouterMetrics:
         """A request was refused before it was queued; by what engine, as far as it came."""
         self.rejections.labels(model_name, engine, reason).inc()
 
+    def on_fault(self, engine: str) -> None:
+        """The router itself failed on an engine, or on one of its requests."""
+        self.faults.labels(engine).inc()
+
     def on_call(self, method: str, grpc_code: str) -> None:
         """A call of the public API ended."""
         self.calls.labels(method, grpc_code).inc()
@@ -74,6 +78,9 @@ class RouterMetrics:
         self.preemptions = self._counter("num_preemptions", "Requests that gave up their blocks")
         self.rejections = self._counter("admission_rejections", "Requests refused before they queued", "reason")
         self.ended = self._counter("request_success", "Ended requests, aborted ones too", "finished_reason")
+        self.faults = Counter(
+            "octavo_router_faults", "Exceptions that nobody expected", ("engine",), registry=self.registry
+        )
         self.calls = Counter(
             "octavo_grpc_requests", "Calls by method and status", ("method", "grpc_code"), registry=self.registry
         )
@@ -133,6 +140,9 @@ class EngineMetrics:
 
     def on_preempted(self) -> None:
         self._metrics.preemptions.labels(*self._labels).inc()
+
+    def on_fault(self) -> None:
+        self._metrics.on_fault(self._engine)
 
     def on_step(self, times: StepTimes) -> None:
         self._plan_time.observe(times.send_began - times.plan_began)

@@ -50,9 +50,15 @@ class Observer(Protocol):
     def on_ended(self, outcome: str, usage: Usage, timing: Timing, elapsed_s: float) -> None:
         """The end of a request; `outcome` is the finish reason in small letters, `abort` or `error`."""
 
+    def on_fault(self) -> None:
+        """An exception that nobody expected ended a request, or all of the engine's."""
+
 
 class Observers(Protocol):
     """Who observes each engine."""
+
+    def on_fault(self, engine: str) -> None:
+        """The router itself failed on an engine."""
 
     def of(self, engine: str, model_name: str) -> Observer:
         """The observer of an engine while it serves a model."""

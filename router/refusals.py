@@ -14,7 +14,7 @@ def nothing_served() -> OctavoError:
 
 def not_reached(model_name: str) -> OctavoError:
     """The model's engines are lost, at least for now."""
-    message = f"the executor or the cache service of {model_name!r} is not reached; try again"
+    message = f"no engine of {model_name!r} takes requests now: executor or cache service are not reached; try again"
     return _unavailable("NO_EXECUTOR", message)
 
 
@@ -45,6 +45,18 @@ def draining() -> OctavoError:
 def engine_lost() -> OctavoError:
     """Executor or cache service were gone for too long."""
     return _unavailable("ENGINE_LOST", "the engine was lost while this request ran; send it again")
+
+
+def model_changed(model_name: str) -> OctavoError:
+    """The executor that came back is not the one that went: its lease and its requests are over."""
+    message = f"the executor now serves {model_name!r}, another model or another pool"
+    return OctavoError(Code.FAILED_PRECONDITION, "MODEL_CHANGED", message)
+
+
+def router_fault() -> OctavoError:
+    """An exception that nobody expected: a defect of ours, and no reason to send the request again."""
+    message = "the router failed while it served this request, which is a defect of Octavo; its log says where"
+    return OctavoError(Code.INTERNAL, "ROUTER_FAULT", message)
 
 
 def step_failed(reason: str, message: str) -> OctavoError:

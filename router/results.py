@@ -86,7 +86,7 @@ class Results:
             if failure is not None:
                 self.enders.fail(sent_run.choice.request, refusals.step_failed(failure.reason, failure.message))
             elif sent_run.choice.phase is not Phase.ENDED:
-                self._advance(sent_run, output, began)
+                self._advance_or_fail(sent_run, output, began)
         self.observer.on_step(
             StepTimes(
                 session_id=steps.key.session_id,
@@ -103,6 +103,16 @@ class Results:
                 execute_s=result.execute_s,
             )
         )
+
+    def _advance_or_fail(self, sent_run: SentRun, output: RunOutput, now: float) -> None:
+        """What goes wrong with one request's tokens is its own: the others of the step go on."""
+        request = sent_run.choice.request
+        try:
+            self._advance(sent_run, output, now)
+        except Exception:
+            log.exception("request %s: a fault of the router, a defect to report; it ends alone", request.request_id)
+            self.observer.on_fault()
+            self.enders.fail(request, refusals.router_fault())
 
     def _advance(self, sent_run: SentRun, output: RunOutput, now: float) -> None:
         """A choice is further by one run: also one that was preempted while the run was on its way."""
