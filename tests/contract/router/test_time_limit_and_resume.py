@@ -46,7 +46,7 @@ async def test_at_the_time_limit_the_partial_answer_is_complete(source: str, max
         stack.executor.hooks.before_step = compute
         stopping = {"max_tokens": 200, "ignore_eos": True}
         response, events = await asyncio.gather(
-            stack.generate(stopping=stopping, time_limit=limit(0.2)),
+            stack.generate(stopping=stopping, time_limit=limit(0.6)),
             stack.stream(stopping=stopping, time_limit=limit(0.1)),
         )
         [choice] = response.choices
