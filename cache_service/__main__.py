@@ -7,7 +7,6 @@ import signal
 import sys
 
 from cache_service.app import RunningApp, outside_of, running
-from cache_service.arena import reclaim_stale
 from cache_service.config import CacheServiceConfig
 from octavo.logs import configure_logging
 from octavo.settings import load_settings
@@ -30,7 +29,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def _serve(config: CacheServiceConfig) -> None:
-    reclaim_stale(config.shared_memory_dir)
     async with running(config, outside_of(config)) as app:
         stop = _stop_on_signals(app)
         log.info("serving on %s, metrics on %s", config.listen, config.metrics_listen or "no address")

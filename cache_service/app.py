@@ -5,7 +5,7 @@ Here belongs construction and its order. Not here: signals and exit codes (`__ma
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -14,9 +14,11 @@ from cache_service.arena import create_arena, reclaim_stale
 from cache_service.config import CacheServiceConfig
 from cache_service.expiry import Expiry
 from cache_service.geometry import KvGeometry
+from cache_service.inheritance import inherit
+from cache_service.managed_arena import ArenaMemory
 from cache_service.metrics import make_registry
-from cache_service.process import Watched, watch_process
-from cache_service.service import ArenaMemory, CacheService
+from cache_service.process import Watched, watch_again, watch_process
+from cache_service.service import CacheService
 from cache_service.servicer import BlockManagerServicer, Clock, MakeArena, start_cache_server
 from octavo.metrics import start_metrics_server
 from octavo.rpc import ServerParts
@@ -29,8 +31,10 @@ class Outside:
     """What reaches outside of this process, in one place so that tests can hold it."""
 
     make_arena: MakeArena
+    inherit: Callable[[], Sequence[ArenaMemory]]  # what an earlier cache service left
     watch_process: Callable[[int], Watched]
     clock: Clock
+    reclaim: Callable[[], object] = list  # takes away what nobody holds any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +48,26 @@ class RunningApp:
 
 def outside_of(config: CacheServiceConfig) -> Outside:
     """The real outside: POSIX shared memory, pidfds, the clocks of this machine."""
-    return Outside(partial(_make_arena, config.shared_memory_dir), watch_process, Clock())
+    directory, owner = config.shared_memory_dir, _name_of(config.listen)
+    return Outside(
+        make_arena=partial(_make_arena, directory, owner),
+        inherit=partial(inherit, directory, owner),
+        watch_process=watch_process,
+        clock=Clock(),
+        reclaim=partial(reclaim_stale, directory),
+    )
+
+
+def _name_of(listen: str) -> str:
+    """What the next one that takes this one's place goes by: the address. A port that is chosen anew names nobody."""
+    return "" if listen.endswith(":0") else listen
 
 
 def _make_arena(
-    directory: str, arena_id: str, model_fingerprint: str, geometry: KvGeometry, kv_bytes: int
+    directory: str, owner: str, arena_id: str, model_fingerprint: str, geometry: KvGeometry, kv_bytes: int
 ) -> ArenaMemory:
     reclaim_stale(directory)  # segments whose last holder died since the start
-    return create_arena(arena_id, model_fingerprint, geometry, kv_bytes, directory=directory)
+    return create_arena(arena_id, model_fingerprint, geometry, kv_bytes, directory=directory, owner=owner)
 
 
 @asynccontextmanager
@@ -60,14 +76,22 @@ async def running(
 ) -> AsyncIterator[RunningApp]:
     """Serve `config.listen` and `config.metrics_listen` while the context lasts, then unlink every arena.
 
+    What an earlier cache service left at this address is taken over first.
+
     Raises:
         OSError, ValueError: an address is taken, not ours, or none.
     """
     service = service or CacheService()
     servicer = BlockManagerServicer(service, config, outside.make_arena, outside.watch_process, outside.clock)
+    _take_over(service, servicer, outside)
+    outside.reclaim()
     metrics = start_metrics_server(make_registry(service), config.metrics_listen) if config.metrics_listen else None
     try:
-        server = await start_cache_server(config.listen, servicer, enable_reflection=config.reflection)
+        try:
+            server = await start_cache_server(config.listen, servicer, enable_reflection=config.reflection)
+        except BaseException:
+            service.leave()  # executors still map what was taken over; another may serve it
+            raise
         expiry = Expiry(service, config.expiry_interval_s, outside.clock.monotonic_s())
         looking = asyncio.create_task(expiry.run(outside.clock.monotonic_s))
         try:
@@ -82,3 +106,19 @@ async def running(
         service.close()
         if metrics is not None:
             metrics.close()
+
+
+def _take_over(service: CacheService, servicer: BlockManagerServicer, outside: Outside) -> None:
+    memories = outside.inherit()
+    if not memories:
+        return
+    processes: dict[int, Watched] = {}  # by their pids
+
+    def watch(pid: int, started: int) -> Watched | None:
+        process = watch_again(pid, started, outside.watch_process)
+        if process is not None:
+            processes[pid] = process
+        return process
+
+    for executor in service.take_over(memories, watch, outside.clock.monotonic_s()):
+        servicer.watch(executor, processes[executor.pid])

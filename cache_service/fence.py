@@ -86,12 +86,13 @@ class FenceBook:
                 found.append(step)
         return found
 
-    def raise_fence(self, blocks: Sequence[BlockId], outstanding: Sequence[SessionStep]) -> None:
+    def raise_fence(self, blocks: Sequence[BlockId], outstanding: Sequence[SessionStep]) -> Fence:
         """Fence `blocks` until all `outstanding` steps (at least one, all of them `outstanding()`) have ended."""
         fence = Fence(blocks, len(outstanding))
         for session, step_id in outstanding:
             self._num_raised += 1
             heapq.heappush(self._sessions[session].waiting, (step_id, self._num_raised, fence))
+        return fence
 
     @staticmethod
     def _lift(passed: Iterable[Fence]) -> list[Fence]:

@@ -4,6 +4,7 @@ Ids that count up leave one range behind, however many there were. Not here: wha
 """
 
 from bisect import bisect_right
+from collections.abc import Iterable
 
 
 class IdRanges:
@@ -11,9 +12,13 @@ class IdRanges:
 
     __slots__ = ("_ends", "_starts")
 
-    def __init__(self) -> None:
+    def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
+        """ranges: as `ranges()` gave them."""
         self._starts: list[int] = []  # ascending
         self._ends: list[int] = []  # range i is [starts[i], ends[i])
+        for start, end in ranges:
+            self._starts.append(start)
+            self._ends.append(end)
 
     def __contains__(self, value: int) -> bool:
         at = bisect_right(self._starts, value) - 1
@@ -36,6 +41,10 @@ class IdRanges:
         else:
             self._starts.insert(at, value)
             self._ends.insert(at, value + 1)
+
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """Ascending (start, end), end not included."""
+        return tuple(zip(self._starts, self._ends, strict=True))
 
     @property
     def num_ranges(self) -> int:

@@ -38,6 +38,8 @@ class Lease:
     arena_of: dict[SequenceId, str] = field(default_factory=dict)  # live sequence -> its arena
     released: IdRanges = field(default_factory=IdRanges)  # tombstones: ids that cannot be allocated any more
     sessions: set[SessionKey] = field(default_factory=set)  # open sessions that this client's steps run in
+    # False after a restart of the cache service, until the client has said what it holds.
+    is_known: bool = True
 
     def renew(self, now: float) -> None:
         """The client was heard of."""
@@ -63,7 +65,8 @@ class LeaseBook:
         self._leases: dict[LeaseId, Lease] = {}
         self._live_of_client: dict[str, Lease] = {}
         self._last_epochs: dict[str, int] = {}
-        self._last_lease_id = 0
+        self.last_lease_id = 0  # ever granted
+        self.last_epoch = 0  # ever granted, to any client
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -109,12 +112,25 @@ class LeaseBook:
 
         Lease ids start at the time, so that a client of an earlier cache service does not meet another's lease.
         """
-        epoch = client_epoch or grant_epoch(self._last_epochs.get(client_id, 0), unix_ms)
-        self._last_lease_id = max(self._last_lease_id + 1, unix_ms)
-        lease = Lease(LeaseId(self._last_lease_id), client_id, epoch, ttl_s, now + ttl_s)
-        self._leases[lease.lease_id] = self._live_of_client[client_id] = lease
-        self._last_epochs[client_id] = epoch
+        epoch = client_epoch or grant_epoch(max(self.last_epoch, self._last_epochs.get(client_id, 0)), unix_ms)
+        self.last_lease_id = max(self.last_lease_id + 1, unix_ms)
+        lease = Lease(LeaseId(self.last_lease_id), client_id, epoch, ttl_s, now + ttl_s)
+        self._add(lease)
+        if not client_epoch:
+            self.last_epoch = epoch
         return lease
+
+    def restore(self, lease: Lease) -> None:
+        """A live lease of the time before."""
+        self._add(lease)
+
+    def _add(self, lease: Lease) -> None:
+        self._leases[lease.lease_id] = self._live_of_client[lease.client_id] = lease
+        self._last_epochs[lease.client_id] = lease.client_epoch
+
+    def count_unknown(self) -> int:
+        """Clients that have not said yet what they hold."""
+        return sum(not lease.is_known for lease in self._leases.values())
 
     def remove(self, lease: Lease) -> None:
         """The lease is over."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from cache_service import refusal
 from cache_service.block import BlockId
 from cache_service.fence import FenceBook, SessionKey, SessionStep
+from cache_service.ledger import Ledger
 from cache_service.operation import (
     Allocated,
     Allocation,
@@ -29,7 +30,8 @@ from cache_service.operation import (
     SequenceKey,
 )
 from cache_service.pool import BlockPool
-from cache_service.prefix import TOKEN_BYTES, Extras, HashFunction, PrefixIndex, PrefixNode, blake2b_key, pack_tokens
+from cache_service.prefix import Extras, HashFunction, PrefixIndex, PrefixNode, blake2b_key, pack_tokens
+from cache_service.rebuild import Rebuild, give_back
 from cache_service.sequence import Sequence
 from cache_service.times import BlockTimes
 from octavo.errors import FieldViolation, OctavoError, invalid_argument
@@ -58,19 +60,27 @@ class BlockManager:
 
     Args:
         hash_function: of the prefix keys; answers are right with any function, fast with a good one.
+        ledger: where it is recorded which blocks hold what; None: nowhere.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, hash_function: HashFunction = blake2b_key) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        hash_function: HashFunction = blake2b_key,
+        ledger: Ledger | None = None,
+    ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size is {block_size}: at least 1 token")
         self.block_size = block_size
-        self._index = PrefixIndex(num_blocks, block_size, hash_function)
+        self._index = PrefixIndex(num_blocks, block_size, hash_function, ledger)
         self._pool = BlockPool(num_blocks, self._index)
         self._fences = FenceBook()
         self._sequences: dict[SequenceKey, Sequence] = {}
         self._queried_tokens = 0
         self._hit_tokens = 0
         self._copied_blocks = 0
+        self.rebuild = Rebuild(self._pool, self._index, self._fences, self._sequences, block_size)
 
     @property
     def num_blocks(self) -> int:
@@ -224,23 +234,12 @@ class BlockManager:
         sequence.apply_commit(commit)
         num_full = sequence.num_computed // self.block_size
         if num_full > sequence.num_findable and not sequence.bypass_cache:
-            self._make_findable(sequence, num_full)
+            sequence.make_findable(self._index, num_full, self.block_size)
         if sequence.copy_source is not None and sequence.num_computed > num_computed_before:
             # A step of this sequence was acknowledged, and its copy ran before that step.
             self._pool.unpin([sequence.copy_source], now)
             sequence.copy_source = None
         return Committed(sequence.num_findable)
-
-    def _make_findable(self, sequence: Sequence, num_full: int) -> None:
-        first = sequence.num_findable
-        packed = pack_tokens(sequence.tokens[first * self.block_size : num_full * self.block_size])
-        width = self.block_size * TOKEN_BYTES
-        tip = sequence.tip
-        for position in range(first, num_full):
-            start = (position - first) * width
-            block = sequence.block_ids[position]
-            tip = self._index.attach(block, tip, sequence.extras, packed[start : start + width])
-        sequence.tip, sequence.num_findable = tip, num_full
 
     def fork(self, lease_id: LeaseId, fork: Fork, now: float) -> Forked:
         """Give children the parent's computed tokens: full blocks are shared, a partly filled one is copied per child.
@@ -298,11 +297,7 @@ class BlockManager:
         if release.commit is not None:
             sequence.check_commit(release.commit, self.block_size)
             self._apply_commit(sequence, release.commit, now)
-        blocks = sequence.owned_blocks()
-        outstanding = self._fences.outstanding(release.free_after)
-        self._pool.unpin(blocks, now, fenced=bool(outstanding))
-        if outstanding:
-            self._fences.raise_fence(blocks, outstanding)
+        give_back(self._pool, self._fences, sequence.owned_blocks(), release.free_after, now)
         del self._sequences[SequenceKey(lease_id, release.sequence_id)]
         return Released(was_held=True)
 
@@ -350,6 +345,7 @@ class BlockManager:
             violations.extend(f"sequence {tuple(key)}: {text}" for text in sequence.violations(self.block_size))
         for fence in self._fences.standing():
             num_fences.update(fence.blocks)
+        num_fences.update(self.rebuild.unclaimed)
         violations.extend(self._pool.violations(num_owners, num_fences))
         violations.extend(self._index.violations())
         violations.extend(self._fences.violations())

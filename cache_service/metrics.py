@@ -9,7 +9,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from cache_service.service import CacheService, ManagedArena
+from cache_service.managed_arena import ManagedArena
+from cache_service.service import CacheService
 from cache_service.times import DurationHistogram
 
 STATES = ("free", "cached", "used", "fenced", "reserved")

@@ -95,3 +95,17 @@ class Release:
 @dataclass(frozen=True, slots=True)
 class Released:
     was_held: bool  # False: unknown or released before; it cannot be allocated any more either way
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSnapshot:
+    """A live sequence as its client knows it; see `SequenceSnapshot` in cache.proto."""
+
+    sequence_id: SequenceId
+    arena_id: str
+    token_ids: "array[int]"  # [num_tokens] uint32
+    num_computed_tokens: int
+    block_ids: tuple[BlockId, ...]  # position // block_size -> block
+    extras: Extras = field(default_factory=Extras)
+    bypass_cache: bool = False
+    copy_source: BlockId | None = None  # of a copy that no acknowledged step has proved yet

@@ -160,6 +160,18 @@ class BlockPool:
         else:
             self._link_newest(block)
 
+    def fence_all(self) -> list[BlockId]:
+        """In a pool of which nothing was handed out: one fence around every block, which is then of unknown use.
+
+        Returns:
+            All blocks except the reserved one.
+        """
+        blocks, self._free = self._free, []
+        for block in blocks:
+            self._fences[block] = 1
+        self.num_fenced = len(blocks)
+        return blocks
+
     # ------------------------------------------------------------------------------------------------ eviction order
 
     def _evict(self, now: float) -> None:

@@ -8,15 +8,15 @@ gives right answers. Not here: reference counts, who owns a block, when it is ev
 
 import sys
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from hashlib import blake2b
 from typing import NamedTuple
 
 from cache_service.block import BlockId
+from cache_service.ledger import TOKEN_BYTES, Ledger, NoLedger, Record
 
 HashFunction = Callable[[bytes], bytes]
 
-TOKEN_BYTES = 4
 KEY_BYTES = 32
 # Changes when the bytes behind a key change, so that keys of two versions never meet.
 _ROOT_PREFIX = b"octavo-kv-1"
@@ -63,10 +63,11 @@ def _tagged(tag: int, value: bytes) -> bytes:
 class PrefixNode:
     """One block of tokens after one history. A root stands for extras alone: no tokens, no blocks."""
 
-    __slots__ = ("blocks", "key", "next_of_key", "num_children", "parent", "tokens")
+    __slots__ = ("blocks", "key", "next_of_key", "num_children", "parent", "serial", "tokens")
 
-    def __init__(self, key: bytes, parent: "PrefixNode | None", tokens: bytes) -> None:
+    def __init__(self, key: bytes, parent: "PrefixNode | None", tokens: bytes, serial: int) -> None:
         self.key = key
+        self.serial = serial  # its name in the ledger, higher than its parent's; a root: 0
         self.parent = parent
         self.tokens = tokens  # packed token ids of the block; a root: the encoded extras
         self.blocks: list[BlockId] = []  # twins, oldest first
@@ -77,8 +78,16 @@ class PrefixNode:
 class PrefixIndex:
     """Finds cached blocks by content. O(1) per block looked up, attached or forgotten."""
 
-    def __init__(self, num_blocks: int, block_size: int, hash_function: HashFunction = blake2b_key) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        hash_function: HashFunction = blake2b_key,
+        ledger: Ledger | None = None,
+    ) -> None:
         self.node_of: list[PrefixNode | None] = [None] * num_blocks  # block id -> its node, if findable
+        self._ledger = ledger or NoLedger()
+        self._last_serial = 0
         self._block_bytes = block_size * TOKEN_BYTES
         self._hash = hash_function
         self._roots: dict[bytes, PrefixNode] = {}  # encoded extras -> root
@@ -104,16 +113,23 @@ class PrefixIndex:
         if parent is None:
             parent = self._roots.get(extras) or self._add_root(extras)
         key = self._hash(parent.key + tokens)
-        node = self._find(key, parent, tokens) or self._add_child(key, parent, tokens)
+        node = self._find(key, parent, tokens) or self._add_child(key, parent, tokens, self._last_serial + 1)
         node.blocks.append(block)
         self.node_of[block] = node
+        self._ledger.write(block, Record(node.serial, parent.serial, tokens, b"" if parent.serial else extras))
         return node
+
+    def child_of(self, parent: PrefixNode | None, extras: bytes, tokens: bytes) -> PrefixNode | None:
+        """The node of this block of tokens under `parent` (None: the root of `extras`), if there is one."""
+        parent = parent or self._roots.get(extras)
+        return self._find(self._hash(parent.key + tokens), parent, tokens) if parent is not None else None
 
     def forget(self, block: BlockId) -> None:
         """The block's content is about to go: drop it, and every node that holds nothing any more."""
         node = self.node_of[block]
         if node is None:
             raise KeyError(f"block {block} is not findable")
+        self._ledger.strike(block)
         self.node_of[block] = None
         node.blocks.remove(block)
         while node is not None and not node.blocks and not node.num_children:
@@ -126,11 +142,12 @@ class PrefixIndex:
         return node
 
     def _add_root(self, extras: bytes) -> PrefixNode:
-        root = self._roots[extras] = PrefixNode(self._hash(extras), None, extras)
+        root = self._roots[extras] = PrefixNode(self._hash(extras), None, extras, 0)
         return root
 
-    def _add_child(self, key: bytes, parent: PrefixNode, tokens: bytes) -> PrefixNode:
-        node = PrefixNode(key, parent, tokens)
+    def _add_child(self, key: bytes, parent: PrefixNode, tokens: bytes, serial: int) -> PrefixNode:
+        node = PrefixNode(key, parent, tokens, serial)
+        self._last_serial = max(self._last_serial, serial)
         node.next_of_key = self._nodes.get(key)
         self._nodes[key] = node
         parent.num_children += 1
@@ -157,6 +174,44 @@ class PrefixIndex:
             assert first.next_of_key is not None, "a node is in the chain of its key"
             first = first.next_of_key
         first.next_of_key = node.next_of_key
+
+    # -------------------------------------------------------------------------------------------------- restoring
+
+    def restore(self, records: Mapping[BlockId, Record]) -> list[BlockId]:
+        """Make findable what whole records prove, in an empty index; strike out the rest.
+
+        A record proves its block if every record up to its root is there: of a block whose history is gone nobody can
+        say any more what it holds.
+
+        Returns:
+            Findable blocks in the order in which they should be evicted.
+        """
+        nodes: dict[int, PrefixNode] = {}
+        for block, record in sorted(records.items(), key=lambda item: (item[1].node, item[0])):
+            # A parent was named before its children, so it comes first here.
+            node = nodes.get(record.node) or self._restore_node(record, nodes)
+            self._last_serial = max(self._last_serial, record.node, record.parent)
+            if node is None or not _is_proven(record, node):
+                self._ledger.strike(block)
+                continue
+            nodes[record.node] = node
+            node.blocks.append(block)
+            self.node_of[block] = node
+        return _eviction_order(nodes)
+
+    def _restore_node(self, record: Record, nodes: Mapping[int, PrefixNode]) -> PrefixNode | None:
+        if not 0 <= record.parent < record.node or (record.parent and record.extras):
+            return None
+        if record.parent:
+            parent = nodes.get(record.parent)
+        else:
+            parent = self._roots.get(record.extras) or self._add_root(record.extras)
+        if parent is None:
+            return None
+        key = self._hash(parent.key + record.tokens)
+        if self._find(key, parent, record.tokens) is not None:  # another name for the same: one of them is wrong
+            return None
+        return self._add_child(key, parent, record.tokens, record.node)
 
     # ------------------------------------------------------------------------------------------------- self-check
 
@@ -197,3 +252,25 @@ class PrefixIndex:
         for block in node.blocks:
             if self.node_of[block] is not node:
                 yield f"block {block} hangs on a node that it does not name"
+
+
+def _is_proven(record: Record, node: PrefixNode) -> bool:
+    """Whether a twin's record says what its node is."""
+    assert node.parent is not None, "records are of blocks, and a root has none"
+    extras = b"" if record.parent else node.parent.tokens
+    return (record.parent, record.tokens, record.extras) == (node.parent.serial, node.tokens, extras)
+
+
+def _eviction_order(nodes: Mapping[int, PrefixNode]) -> list[BlockId]:
+    """Blocks of the chain that grew least recently first, within a chain from its tail to its head."""
+    newest = {serial: serial for serial in nodes}  # serial -> highest serial below it
+    depth: dict[int, int] = {}
+    for serial in sorted(nodes, reverse=True):
+        parent = nodes[serial].parent
+        if parent is not None and parent.serial in newest:
+            newest[parent.serial] = max(newest[parent.serial], newest[serial])
+    for serial in sorted(nodes):
+        parent = nodes[serial].parent
+        depth[serial] = depth.get(parent.serial, 0) + 1 if parent is not None else 0
+    order = sorted(nodes, key=lambda serial: (newest[serial], -depth[serial]))
+    return [block for serial in order for block in nodes[serial].blocks]

@@ -9,15 +9,20 @@ import logging
 import os
 import select
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
-from octavo.errors import FieldViolation, invalid_argument
+from octavo.errors import FieldViolation, OctavoError, invalid_argument
 
 log = logging.getLogger(__name__)
 
 
 class Watched(Protocol):
     """A process that is watched in an event loop."""
+
+    @property
+    def started(self) -> int:
+        """When it began, in ticks since the machine did: with its pid, the name of one process. 0: not to be seen."""
 
     def is_alive(self) -> bool:
         """False only when it is certain that the process runs no more."""
@@ -37,12 +42,25 @@ def watch_process(pid: int) -> Watched:
     return UnseenProcess()
 
 
+def watch_again(pid: int, started: int, watch: Callable[[int], Watched] = watch_process) -> Watched | None:
+    """The very process that had this pid and began then; None where it is dead, whoever has its number now."""
+    try:
+        process = watch(pid)
+    except OctavoError:
+        return None
+    if process.started == started and process.is_alive():
+        return process
+    process.close()
+    return None
+
+
 class WatchedProcess:
     """A process known by its pidfd."""
 
     def __init__(self, pid: int) -> None:
         try:
             self._descriptor = os.pidfd_open(pid)
+            self.started = _start_of(pid)
         except ProcessLookupError as error:
             raise invalid_argument(
                 FieldViolation("pid", f"is {pid}, but no such process is to be seen from here; 0 where it cannot be")
@@ -80,8 +98,18 @@ class WatchedProcess:
         self._descriptor = -1
 
 
+def _start_of(pid: int) -> int:
+    """Field 22 of /proc/pid/stat; 0 for one that has just ended. Field 2, a name, may hold anything and ends in `)`."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return 0
+
+
 class UnseenProcess:
     """A process in another namespace: nothing can prove that it is dead, so it counts as alive for ever."""
+
+    started = 0
 
     def is_alive(self) -> bool:
         return True

@@ -7,6 +7,9 @@ from cache_service.fence import SessionKey
 from cache_service.operation import LeaseId, SequenceId
 from octavo.errors import Code, OctavoError
 
+# Between two tries of a client that waits for a rebuild.
+REBUILD_RETRY_S = 0.05
+
 
 def no_blocks(num_needed: int, num_available: int, num_fenced: int, num_total: int) -> OctavoError:
     """RESOURCE_EXHAUSTED: not now, but possible later."""
@@ -91,6 +94,38 @@ def sequence_gap(number: int, expected: int) -> OctavoError:
         f"message {number} of the lease came where {expected} was expected; only the last message may be repeated, "
         "unchanged",
         metadata=_numbers(got=number, expected=expected),
+    )
+
+
+def reconcile_first(lease_id: LeaseId) -> OctavoError:
+    """UNAVAILABLE: this cache service was restarted, and the client has not said yet what it holds."""
+    return OctavoError(
+        Code.UNAVAILABLE,
+        "RECONCILE",
+        f"the cache service was restarted and does not know what lease {lease_id} holds; say it by Reconcile",
+        metadata=_numbers(lease_id=lease_id),
+        retry_after_s=REBUILD_RETRY_S,
+    )
+
+
+def rebuilding() -> OctavoError:
+    """UNAVAILABLE: no block is handed out yet."""
+    return OctavoError(
+        Code.UNAVAILABLE,
+        "REBUILDING",
+        "the cache service was restarted and hands out no block before every client has said what it holds and the "
+        "steps in flight have ended",
+        retry_after_s=REBUILD_RETRY_S,
+    )
+
+
+def claim_refused(sequence_id: SequenceId, why: str) -> OctavoError:
+    """ABORTED: the sequence's blocks cannot be given back to it; its tokens are computed again under a new id."""
+    return OctavoError(
+        Code.ABORTED,
+        "CLAIM_REFUSED",
+        f"sequence {sequence_id} cannot have its blocks back: {why}; allocate it again under a new id",
+        metadata=_numbers(sequence_id=sequence_id),
     )
 
 

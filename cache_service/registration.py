@@ -6,7 +6,7 @@ Not here: who may register (service, registry) and how an arena is made (arena).
 from dataclasses import dataclass
 
 from cache_service import refusal
-from cache_service.geometry import ArenaDescription, KvGeometry
+from cache_service.geometry import ArenaDescription, KvGeometry, count_blocks
 from octavo.errors import OctavoError
 
 
@@ -30,3 +30,8 @@ def mismatch_of(holds: ArenaDescription, asked: Registration) -> OctavoError | N
     if holds.geometry != asked.geometry:
         return refusal.geometry_mismatch(holds.arena_id, "geometry", str(holds.geometry), str(asked.geometry))
     return None
+
+
+def is_size_of(holds: ArenaDescription, asked: Registration) -> bool:
+    """Whether an arena of the right shape has as many blocks as are asked for."""
+    return holds.num_blocks == count_blocks(holds.layout, asked.kv_bytes)

@@ -5,18 +5,24 @@ wakes would write into shared memory. Here belongs who lives and which sessions 
 watched (process), memory (arena), blocks (manager).
 """
 
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
 from cache_service import refusal
-from cache_service.fence import SessionKey
+from cache_service.fence import SessionKey, SessionStep
+from cache_service.id_ranges import IdRanges
 from cache_service.lease import grant_epoch
 from cache_service.operation import LeaseId
 
 
 class Process(Protocol):
     """The process behind an executor epoch."""
+
+    @property
+    def started(self) -> int:
+        """When it began: with its pid, the name of one process of this machine. 0 where it cannot be seen."""
 
     def is_alive(self) -> bool:
         """False only when it is certain that the process runs no more."""
@@ -36,7 +42,23 @@ class Executor:
     pid: int
     is_alive: bool = True
     owner_of: dict[int, LeaseId] = field(default_factory=dict)  # open session id -> lease it runs for
-    closed: set[int] = field(default_factory=set)  # session ids that are over
+    closed: IdRanges = field(default_factory=IdRanges)  # session ids that are over
+
+    def sessions(self) -> list[SessionKey]:
+        """The open ones."""
+        return [SessionKey(self.executor_id, self.epoch, session_id) for session_id in self.owner_of]
+
+
+class EndedProcess:
+    """A process that was dead before it could be watched."""
+
+    started = 0
+
+    def is_alive(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        """Nothing is watched."""
 
 
 class SessionStanding(Enum):
@@ -50,6 +72,14 @@ class ExecutorRegistry:
 
     def __init__(self) -> None:
         self._executors: dict[str, Executor] = {}
+        self._last_epoch = 0  # ever granted to any
+
+    @property
+    def last_epoch(self) -> int:
+        return self._last_epoch
+
+    def __iter__(self) -> Iterator[Executor]:
+        return iter(list(self._executors.values()))
 
     @property
     def num_alive(self) -> int:
@@ -70,17 +100,21 @@ class ExecutorRegistry:
 
     def admit(self, executor_id: str, arena_id: str, process: Process, pid: int, unix_ms: int) -> Executor:
         """A new epoch, higher than any before of this id, which must not be alive."""
-        earlier = self._executors.get(executor_id)
-        epoch = grant_epoch(earlier.epoch if earlier else 0, unix_ms)
+        epoch = self._last_epoch = grant_epoch(self._last_epoch, unix_ms)
         executor = self._executors[executor_id] = Executor(executor_id, epoch, arena_id, process, pid)
         return executor
+
+    def restore(self, executor: Executor, last_epoch: int) -> None:
+        """An executor of the time before; no epoch up to `last_epoch` is granted again."""
+        self._executors[executor.executor_id] = executor
+        self._last_epoch = max(self._last_epoch, last_epoch)
 
     def end_epoch(self, executor: Executor) -> list[SessionKey]:
         """Its process is dead. Returns the sessions that ended with it."""
         executor.is_alive = False
-        ended = [SessionKey(executor.executor_id, executor.epoch, session_id) for session_id in executor.owner_of]
+        ended = executor.sessions()
         executor.owner_of.clear()
-        executor.closed.clear()
+        executor.closed = IdRanges()
         executor.process.close()
         return ended
 
@@ -92,6 +126,16 @@ class ExecutorRegistry:
         if session.executor_epoch < executor.epoch or not executor.is_alive or session.session_id in executor.closed:
             return SessionStanding.OVER
         return SessionStanding.OPEN if session.session_id in executor.owner_of else SessionStanding.UNKNOWN
+
+    def check_sessions(self, own: Collection[SessionKey], steps: Iterable[SessionStep]) -> None:
+        """A client speaks of its own sessions only; of one that is over it may, and nothing follows.
+
+        Raises:
+            OctavoError: UNKNOWN_SESSION.
+        """
+        for step in steps:
+            if step.session not in own and self.standing(step.session) is not SessionStanding.OVER:
+                raise refusal.unknown_session(step.session)
 
     def open_session(self, session: SessionKey, lease_id: LeaseId) -> Executor:
         """Announce a session for a lease. Idempotent.

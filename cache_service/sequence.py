@@ -10,8 +10,9 @@ Here belongs the arithmetic of one sequence. Not here: pools, other sequences, l
 from array import array
 
 from cache_service.block import BlockId
+from cache_service.ledger import TOKEN_BYTES
 from cache_service.operation import Commit
-from cache_service.prefix import PrefixNode, pack_tokens
+from cache_service.prefix import PrefixIndex, PrefixNode, pack_tokens
 from octavo.errors import FieldViolation, OctavoError, invalid_argument
 
 
@@ -64,6 +65,18 @@ class Sequence:
         if commit.token_ids and num_overlap < len(commit.token_ids):
             self.tokens.extend(commit.token_ids[num_overlap:])
         self.num_computed = max(self.num_computed, commit.num_computed_tokens)
+
+    def make_findable(self, index: PrefixIndex, num_full: int, block_size: int) -> None:
+        """Put its leading blocks, which are full and computed, into the index; those that are in stay as they are."""
+        first = self.num_findable
+        packed = pack_tokens(self.tokens[first * block_size : num_full * block_size])
+        width = block_size * TOKEN_BYTES
+        tip = self.tip
+        for position in range(first, num_full):
+            start = (position - first) * width
+            block = self.block_ids[position]
+            tip = index.node_of[block] or index.attach(block, tip, self.extras, packed[start : start + width])
+        self.tip, self.num_findable = tip, num_full
 
     def violations(self, block_size: int) -> list[str]:
         """What is wrong with this sequence alone; empty when it is sound."""

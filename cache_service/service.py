@@ -7,53 +7,24 @@ rules about blocks (manager), messages of the wire (servicer).
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from cache_service import refusal
+from cache_service import refusal, succession
 from cache_service.fence import END_OF_SESSION, SessionKey, SessionStep
-from cache_service.geometry import ArenaDescription
 from cache_service.lease import Lease, LeaseBook
+from cache_service.lease_operations import LeaseOperations
+from cache_service.managed_arena import ArenaMemory, Arenas, ManagedArena
 from cache_service.manager import BlockManager
-from cache_service.operation import (
-    Allocated,
-    Allocation,
-    Commit,
-    Committed,
-    Extended,
-    Extension,
-    Fork,
-    Forked,
-    LeaseHeader,
-    LeaseId,
-    Release,
-    Released,
-    SequenceId,
-)
+from cache_service.operation import Allocation, LeaseHeader, LeaseId, Release, SequenceSnapshot
 from cache_service.prefix import HashFunction, blake2b_key
-from cache_service.registration import Registration, mismatch_of
+from cache_service.registration import Registration, is_size_of, mismatch_of
 from cache_service.registry import Executor, ExecutorRegistry, Process, SessionStanding
+from cache_service.succession import Watch
 from octavo.errors import FieldViolation, OctavoError, invalid_argument
 
 log = logging.getLogger(__name__)
 
-Item = TypeVar("Item")
 Answer = TypeVar("Answer")
-
-
-class ArenaMemory(Protocol):
-    """Memory that this process owns."""
-
-    @property
-    def description(self) -> ArenaDescription: ...
-
-    def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class ManagedArena:
-    memory: ArenaMemory
-    manager: BlockManager
 
 
 class CacheService:
@@ -61,9 +32,12 @@ class CacheService:
 
     def __init__(self, hash_function: HashFunction = blake2b_key) -> None:
         self._hash_function = hash_function
-        self._arenas: dict[str, ManagedArena] = {}
+        self._arenas = Arenas()
         self._registry = ExecutorRegistry()
         self._leases = LeaseBook()
+        self.operations = LeaseOperations(self._arenas, self._registry)
+        self._sent_before: list[SessionStep] = []  # what nobody claims waits for these, in a rebuild
+        self._journal_number = 0
 
     @property
     def num_leases(self) -> int:
@@ -74,22 +48,128 @@ class CacheService:
         return self._registry.num_alive
 
     def arenas(self) -> list[ManagedArena]:
-        return list(self._arenas.values())
+        return list(self._arenas)
 
     def has_arena(self, arena_id: str) -> bool:
-        return arena_id in self._arenas
+        return self._arenas.has(arena_id)
 
     def find_arena(self, arena_id: str) -> ManagedArena:
         """Raises NOT_FOUND UNKNOWN_ARENA."""
-        if arena_id not in self._arenas:
-            raise refusal.unknown_arena(arena_id)
-        return self._arenas[arena_id]
+        return self._arenas.find(arena_id)
+
+    def match_prefix(self, arena_id: str, allocation: Allocation) -> int:
+        """How many leading tokens are cached now; a hint."""
+        return self.find_arena(arena_id).manager.match_prefix(allocation.token_ids, allocation.extras)
 
     def close(self) -> None:
         """Give every arena's memory back."""
-        for arena in self._arenas.values():
-            arena.memory.close()
-        self._arenas.clear()
+        for arena in self._arenas:
+            self._arenas.remove(arena)
+
+    def leave(self) -> None:
+        """Let go of every arena as a death would, for another cache service to take over."""
+        for arena in self._arenas:
+            arena.memory.leave()
+
+    # ----------------------------------------------------------------------------------------------------- succession
+
+    def take_over(self, memories: Sequence[ArenaMemory], watch: Watch, now: float) -> list[Executor]:
+        """Go on where a cache service that died left off: its arenas, executors, sessions and leases.
+
+        Args:
+            memories: its arenas; each has a whole journal.
+            watch: of (pid, started), the process; None if that one is dead.
+
+        Returns:
+            The executors that live, for their ends to be watched.
+        """
+        journal = succession.newest(memory.journal.read() for memory in memories)
+        for memory in memories:
+            arena = self._manage(memory, is_inherited=True)
+            num_cached = arena.manager.rebuild.begin(memory.ledger.read_all())
+            log.warning("took over %s: %d findable blocks", memory.description.path, num_cached)
+        self._journal_number = journal.number
+        succession.restore(journal, self._registry, self._leases, watch, now)
+        for executor in self._registry:
+            for session in executor.sessions():
+                if self._arenas.has(executor.arena_id):
+                    self._arenas.find(executor.arena_id).manager.open_session(session)
+        orphans = [
+            session
+            for executor in self._registry
+            for session in executor.sessions()
+            if not self._leases.is_live(executor.owner_of[session.session_id])
+        ]
+        self._sent_before = [SessionStep(session, END_OF_SESSION) for session in orphans]
+        self._write_journal()
+        self._finish_rebuild(now)
+        return [executor for executor in self._registry if executor.is_alive]
+
+    def reconcile(
+        self,
+        header: LeaseHeader,
+        request: object,
+        snapshots: Sequence[SequenceSnapshot],
+        sent: Sequence[SessionStep],
+        now: float,
+    ) -> list[OctavoError | None]:
+        """What a client holds, by its own word, in place of all that is known of it; one answer per snapshot.
+
+        Its number may be any that is higher than those before; the numbers of later messages follow it.
+
+        Raises:
+            OctavoError: LEASE_EXPIRED, SEQUENCE_GAP (a late message), UNKNOWN_SESSION.
+        """
+        lease = self._leases.find(header.lease_id)
+        lease.renew(now)
+        number = header.sequence_number
+        if number <= lease.last_number and lease.is_repeat(number, request):
+            return lease.last_answer
+        self._registry.check_sessions(lease.sessions, sent)
+        self._acknowledge(lease, header.acknowledged, now)
+        steps = succession.last_steps(lease.sessions, sent)
+        answers = self.operations.reconcile(lease, snapshots, steps, now)
+        lease.store_answer(number, request, answers)
+        self._hear(lease, steps, now)
+        return answers
+
+    def _hear(self, lease: Lease, sent: Sequence[SessionStep], now: float) -> None:
+        """It is known now what this lease holds, or it holds nothing any more."""
+        if not lease.is_known:
+            lease.is_known = True
+            self._sent_before.extend(sent)
+            self._finish_rebuild(now)
+
+    def _finish_rebuild(self, now: float) -> None:
+        if self._leases.count_unknown():
+            return
+        for arena in self._arenas:
+            if arena.manager.rebuild.unclaimed:
+                arena.manager.rebuild.finish(self._sent_before, now)
+                violations = [*arena.manager.self_check(), *self.violations()]
+                arena.manager.rebuild.is_broken = bool(violations)
+                log.log(
+                    logging.ERROR if violations else logging.INFO,
+                    "rebuilt %s: %s; violations: %s",
+                    arena.arena_id,
+                    arena.manager.stats(),
+                    violations or "none",
+                )
+        self._sent_before = []
+
+    def _write_journal(self) -> None:
+        self._journal_number += 1
+        entry = succession.entry_of(self._registry, self._leases, self._journal_number)
+        for arena in self._arenas:
+            if not arena.memory.journal.write(entry):
+                log.error("too many leases and sessions for the journal: a killed cache service takes the KV with it")
+
+    def _manage(self, memory: ArenaMemory, *, is_inherited: bool) -> ManagedArena:
+        about = memory.description
+        manager = BlockManager(about.num_blocks, about.geometry.block_size, self._hash_function, memory.ledger)
+        arena = ManagedArena(memory, manager, is_inherited)
+        self._arenas.add(arena)
+        return arena
 
     # ------------------------------------------------------------------------------------------------------ executors
 
@@ -124,10 +204,9 @@ class CacheService:
     ) -> Executor:
         """Install the arena that was made (None: the one that is there is joined) and grant the executor its epoch."""
         if made is not None:
-            num_blocks, block_size = made.description.num_blocks, made.description.geometry.block_size
-            manager = BlockManager(num_blocks, block_size, self._hash_function)
-            self._arenas[asked.arena_id] = ManagedArena(made, manager)
+            self._manage(made, is_inherited=False)
         executor = self._registry.admit(asked.executor_id, asked.arena_id, process, asked.pid, unix_ms)
+        self._write_journal()
         log.info("executor %s registered with epoch %d on %s", executor.executor_id, executor.epoch, executor.arena_id)
         return executor
 
@@ -149,14 +228,17 @@ class CacheService:
 
     def _make_room(self, asked: Registration) -> None:
         """Remove an arena of another shape, if nobody uses it."""
-        arena = self._arenas.get(asked.arena_id)
-        mismatch = mismatch_of(arena.memory.description, asked) if arena else None
-        if arena is None or mismatch is None:
+        if not self._arenas.has(asked.arena_id):
             return
-        if arena.manager.num_sequences or self._registry.any_alive_on(asked.arena_id):
+        arena = self._arenas.find(asked.arena_id)
+        is_used = arena.manager.num_sequences or self._registry.any_alive_on(asked.arena_id)
+        mismatch = mismatch_of(arena.memory.description, asked)
+        if mismatch is not None and is_used:
             raise mismatch
-        del self._arenas[asked.arena_id]
-        arena.memory.close()
+        # One of a stack that died whole and was started with another size serves nobody as it is.
+        is_leftover = arena.is_inherited and not is_used and not len(self._leases)
+        if mismatch is not None or (is_leftover and not is_size_of(arena.memory.description, asked)):
+            self._arenas.remove(arena)
 
     def end_executor(self, executor: Executor, now: float) -> None:
         """The process of this epoch is known to be dead: its sessions are over and their fences fall."""
@@ -165,6 +247,7 @@ class CacheService:
         ended = self._registry.end_epoch(executor)
         for session in ended:
             self._end_session(session, executor.arena_id, now)
+        self._write_journal()
         # One that stops in order has closed its sessions before.
         level = logging.WARNING if ended else logging.INFO
         log.log(
@@ -183,7 +266,8 @@ class CacheService:
         lease = self._leases.find_client(client_id, client_epoch)
         executor = self._registry.open_session(session, lease.lease_id)
         lease.sessions.add(session)
-        self._arenas[executor.arena_id].manager.open_session(session)
+        self._arenas.find(executor.arena_id).manager.open_session(session)
+        self._write_journal()
 
     def close_session(self, session: SessionKey, now: float) -> None:
         """An executor says that no step of this session runs or will run. Idempotent."""
@@ -191,8 +275,8 @@ class CacheService:
         if executor is None:
             raise refusal.stale_epoch(f"executor {session.executor_id!r}", session.executor_epoch, 0)
         self._registry.close_session(session)
-        if executor.arena_id in self._arenas:
-            self._end_session(session, executor.arena_id, now)
+        self._end_session(session, executor.arena_id, now)
+        self._write_journal()
 
     def orphaned_sessions(self, executor_id: str, executor_epoch: int) -> list[int]:
         """Open sessions of this executor whose lease is over. Raises STALE_EPOCH."""
@@ -200,7 +284,8 @@ class CacheService:
         return [session_id for session_id, owner in executor.owner_of.items() if not self._leases.is_live(owner)]
 
     def _end_session(self, session: SessionKey, arena_id: str, now: float) -> None:
-        self._arenas[arena_id].manager.close_session(session, now)
+        if self._arenas.has(arena_id):
+            self._arenas.find(arena_id).manager.close_session(session, now)
         for lease in self._leases:
             lease.sessions.discard(session)
 
@@ -215,19 +300,23 @@ class CacheService:
             return live
         if live is not None:
             self._abandon(live, now, "replaced by a higher epoch")
-        return self._leases.open(client_id, client_epoch, ttl_s, now, unix_ms)
+        opened = self._leases.open(client_id, client_epoch, ttl_s, now, unix_ms)
+        self._write_journal()
+        return opened
 
     def keep_lease_alive(self, lease_id: LeaseId, acknowledged: Sequence[SessionStep], now: float) -> Lease:
-        """Renew a lease. Raises LEASE_EXPIRED, UNKNOWN_SESSION."""
+        """Renew a lease. Raises LEASE_EXPIRED, UNKNOWN_SESSION, RECONCILE."""
         lease = self._leases.find(lease_id)
-        self._acknowledge(lease, acknowledged, now)
         lease.renew(now)
+        if not lease.is_known:
+            raise refusal.reconcile_first(lease_id)
+        self._acknowledge(lease, acknowledged, now)
         return lease
 
     def close_lease(self, lease_id: LeaseId, free_after: Sequence[SessionStep], now: float) -> None:
         """End a lease in order. Its open sessions must be closed by their executors all the same."""
         lease = self._leases.find(lease_id)
-        self._check_sessions(lease, free_after)
+        self._registry.check_sessions(lease.sessions, free_after)
         self._end_lease(lease, free_after, now)
 
     def expire_leases(self, now: float) -> None:
@@ -249,11 +338,11 @@ class CacheService:
     def _end_lease(self, lease: Lease, free_after: Sequence[SessionStep], now: float) -> None:
         for sequence_id, arena_id in lease.arena_of.items():
             release = Release(sequence_id, free_after=tuple(free_after))
-            self._arenas[arena_id].manager.release(lease.lease_id, release, now)
+            self._arenas.find(arena_id).manager.release(lease.lease_id, release, now)
         lease.arena_of.clear()
         self._leases.remove(lease)
-
-    # ------------------------------------------------------------------------------------------------------ mutations
+        self._hear(lease, succession.last_steps(lease.sessions, free_after), now)
+        self._write_journal()
 
     def in_order(self, header: LeaseHeader, request: object, apply: Callable[[Lease], Answer], now: float) -> Answer:
         """Apply a mutation in its lease's order; the last one again (an equal request) is answered as before.
@@ -261,10 +350,12 @@ class CacheService:
         A mutation that raises as a whole has changed nothing and its number is still the next.
 
         Raises:
-            OctavoError: LEASE_EXPIRED, SEQUENCE_GAP, UNKNOWN_SESSION, and what `apply` raises.
+            OctavoError: LEASE_EXPIRED, RECONCILE, SEQUENCE_GAP, UNKNOWN_SESSION, and what `apply` raises.
         """
         lease = self._leases.find(header.lease_id)
         lease.renew(now)
+        if not lease.is_known:
+            raise refusal.reconcile_first(header.lease_id)
         if lease.is_repeat(header.sequence_number, request):
             return lease.last_answer
         self._acknowledge(lease, header.acknowledged, now)
@@ -272,108 +363,17 @@ class CacheService:
         lease.store_answer(header.sequence_number, request, answer)
         return answer
 
-    def match_prefix(self, arena_id: str, allocation: Allocation) -> int:
-        """How many leading tokens are cached now; a hint."""
-        return self.find_arena(arena_id).manager.match_prefix(allocation.token_ids, allocation.extras)
-
-    def allocate(
-        self, lease: Lease, arena_id: str, allocations: Sequence[Allocation], now: float
-    ) -> list[Allocated | OctavoError]:
-        """One answer per allocation. Raises UNKNOWN_ARENA."""
-        manager = self.find_arena(arena_id).manager
-        refused = {
-            position: error
-            for position, allocation in enumerate(allocations)
-            if (error := _barred(lease, allocation.sequence_id)) is not None
-        }
-        admitted = [allocation for position, allocation in enumerate(allocations) if position not in refused]
-        answers = iter(manager.allocate(lease.lease_id, admitted, now))
-        merged: list[Allocated | OctavoError] = [
-            refused[position] if position in refused else next(answers) for position in range(len(allocations))
-        ]
-        for allocation, answer in zip(allocations, merged, strict=True):
-            if isinstance(answer, Allocated):
-                lease.arena_of[allocation.sequence_id] = arena_id
-        return merged
-
-    def extend(self, lease: Lease, extensions: Sequence[Extension], now: float) -> list[Extended | OctavoError]:
-        """One answer per extension."""
-        answers: list[Extended | OctavoError] = [refusal.unknown_sequence(SequenceId(0))] * len(extensions)
-        positions_of: dict[str, list[int]] = {}
-        for position, extension in enumerate(extensions):
-            try:
-                self._manager_of(lease, extension.sequence_id)
-                positions_of.setdefault(lease.arena_of[extension.sequence_id], []).append(position)
-            except OctavoError as error:
-                answers[position] = error
-        for arena_id, positions in positions_of.items():
-            batch = [extensions[position] for position in positions]
-            extended = self._arenas[arena_id].manager.extend(lease.lease_id, batch, now)
-            for position, answer in zip(positions, extended, strict=True):
-                answers[position] = answer
-        return answers
-
-    def commit(self, lease: Lease, commits: Sequence[Commit], now: float) -> list[Committed | OctavoError]:
-        """One answer per commit."""
-        return _each(commits, lambda item: self._manager_of(lease, item.sequence_id).commit(lease.lease_id, item, now))
-
-    def fork(self, lease: Lease, forks: Sequence[Fork], now: float) -> list[Forked | OctavoError]:
-        """One answer per fork."""
-        return _each(forks, lambda item: self._fork_one(lease, item, now))
-
-    def _fork_one(self, lease: Lease, fork: Fork, now: float) -> Forked:
-        manager = self._manager_of(lease, fork.parent_sequence_id)
-        for child_id in fork.child_sequence_ids:
-            if (error := _barred(lease, child_id)) is not None:
-                raise error
-        forked = manager.fork(lease.lease_id, fork, now)
-        arena_id = lease.arena_of[fork.parent_sequence_id]
-        lease.arena_of.update(dict.fromkeys(fork.child_sequence_ids, arena_id))
-        return forked
-
-    def release(self, lease: Lease, releases: Sequence[Release], now: float) -> list[Released | OctavoError]:
-        """One answer per release; an unknown or released sequence is no error, its id is only barred from then on."""
-        return _each(releases, lambda item: self._release_one(lease, item, now))
-
-    def _release_one(self, lease: Lease, release: Release, now: float) -> Released:
-        self._check_sessions(lease, release.free_after)
-        arena_id = lease.arena_of.get(release.sequence_id)
-        if arena_id is None:
-            lease.released.add(release.sequence_id)
-            return Released(was_held=False)
-        released = self._arenas[arena_id].manager.release(lease.lease_id, release, now)
-        del lease.arena_of[release.sequence_id]
-        lease.released.add(release.sequence_id)
-        return released
-
-    def _manager_of(self, lease: Lease, sequence_id: SequenceId) -> BlockManager:
-        arena_id = lease.arena_of.get(sequence_id)
-        if arena_id is not None:
-            return self._arenas[arena_id].manager
-        if sequence_id in lease.released:
-            raise refusal.sequence_released(sequence_id)
-        raise refusal.unknown_sequence(sequence_id)
-
-    # -------------------------------------------------------------------------------------------------------- helpers
-
     def _acknowledge(self, lease: Lease, steps: Sequence[SessionStep], now: float) -> None:
-        self._check_sessions(lease, steps)
+        self._registry.check_sessions(lease.sessions, steps)
         for step in steps:
             executor = self._registry.find(step.session.executor_id)
-            if executor is not None and executor.arena_id in self._arenas:
-                self._arenas[executor.arena_id].manager.acknowledge(step, now)
-
-    def _check_sessions(self, lease: Lease, steps: Sequence[SessionStep]) -> None:
-        """A lease speaks of its own sessions only; of one that is over it may, and nothing follows."""
-        for step in steps:
-            if step.session in lease.sessions or self._registry.standing(step.session) is SessionStanding.OVER:
-                continue
-            raise refusal.unknown_session(step.session)
+            if executor is not None and self._arenas.has(executor.arena_id):
+                self._arenas.find(executor.arena_id).manager.acknowledge(step, now)
 
     def violations(self) -> list[str]:
         """What is wrong between leases, sessions and managers; empty when healthy. Managers check themselves."""
         found: list[str] = []
-        num_held = dict.fromkeys(self._arenas, 0)
+        num_held = dict.fromkeys((arena.arena_id for arena in self._arenas), 0)
         for lease in self._leases:
             for sequence_id, arena_id in lease.arena_of.items():
                 num_held[arena_id] += 1
@@ -382,27 +382,8 @@ class CacheService:
             for session in lease.sessions:
                 if self._registry.standing(session) is not SessionStanding.OPEN:
                     found.append(f"lease {lease.lease_id} names {session}, which is not open")
-        for arena_id, arena in self._arenas.items():
-            if arena.manager.num_sequences != num_held[arena_id]:
-                found.append(
-                    f"{arena_id} has {arena.manager.num_sequences} sequences, leases hold {num_held[arena_id]}"
-                )
+        for arena in self._arenas:
+            num_sequences = arena.manager.num_sequences
+            if num_sequences != num_held[arena.arena_id]:
+                found.append(f"{arena.arena_id} has {num_sequences} sequences, leases hold {num_held[arena.arena_id]}")
         return found
-
-
-def _barred(lease: Lease, sequence_id: SequenceId) -> OctavoError | None:
-    """Why this id cannot become a new sequence."""
-    if sequence_id in lease.released:
-        return refusal.sequence_released(sequence_id)
-    return refusal.sequence_exists(sequence_id) if sequence_id in lease.arena_of else None
-
-
-def _each(items: Sequence[Item], apply: Callable[[Item], Answer]) -> list[Answer | OctavoError]:
-    """Each item's answer, or the error that it alone met."""
-    answers: list[Answer | OctavoError] = []
-    for item in items:
-        try:
-            answers.append(apply(item))
-        except OctavoError as error:
-            answers.append(error)
-    return answers

@@ -18,11 +18,12 @@ from google.protobuf.duration_pb2 import Duration
 from cache_service.config import CacheServiceConfig
 from cache_service.geometry import KvGeometry
 from cache_service.lease import Lease
+from cache_service.managed_arena import ArenaMemory
 from cache_service.operation import Allocation, LeaseId, SequenceId
 from cache_service.process import Watched
 from cache_service.registration import Registration
 from cache_service.registry import Executor
-from cache_service.service import ArenaMemory, CacheService
+from cache_service.service import CacheService
 from cache_service.servicer_messages import (
     allocated_message,
     allocation_of,
@@ -38,6 +39,7 @@ from cache_service.servicer_messages import (
     registration_of,
     release_of,
     session_of,
+    snapshot_of,
     stats_message,
     steps_of,
     tokens_of,
@@ -111,8 +113,12 @@ class BlockManagerServicer(cache_pb2_grpc.BlockManagerServiceServicer):
                 process.close()
                 raise
             executor = self._service.finish_registration(asked, made, process, self._clock.unix_ms())
-            process.when_dead(asyncio.get_running_loop(), partial(self._end_executor, executor))
+            self.watch(executor, process)
             return executor
+
+    def watch(self, executor: Executor, process: Watched) -> None:
+        """Hear of the end of an executor's process."""
+        process.when_dead(asyncio.get_running_loop(), partial(self._end_executor, executor))
 
     async def _make_missing_arena(self, asked: Registration) -> ArenaMemory | None:
         if self._service.has_arena(asked.arena_id):
@@ -199,7 +205,7 @@ class BlockManagerServicer(cache_pb2_grpc.BlockManagerServiceServicer):
     ) -> cache_pb2.AllocateSequencesResponse:
         def apply(lease: Lease) -> cache_pb2.AllocateSequencesResponse:
             items = list(map(allocation_of, request.allocations))
-            answers = self._service.allocate(lease, request.arena_id, items, self._now())
+            answers = self._service.operations.allocate(lease, request.arena_id, items, self._now())
             sequences = [allocated_message(answer, f"allocations[{i}]") for i, answer in enumerate(answers)]
             return cache_pb2.AllocateSequencesResponse(sequences=sequences)
 
@@ -209,7 +215,7 @@ class BlockManagerServicer(cache_pb2_grpc.BlockManagerServiceServicer):
         self, request: cache_pb2.ExtendSequencesRequest, context: grpc.aio.ServicerContext
     ) -> cache_pb2.ExtendSequencesResponse:
         def apply(lease: Lease) -> cache_pb2.ExtendSequencesResponse:
-            answers = self._service.extend(lease, list(map(extension_of, request.extensions)), self._now())
+            answers = self._service.operations.extend(lease, list(map(extension_of, request.extensions)), self._now())
             sequences = [extended_message(answer, f"extensions[{i}]") for i, answer in enumerate(answers)]
             return cache_pb2.ExtendSequencesResponse(sequences=sequences)
 
@@ -219,7 +225,7 @@ class BlockManagerServicer(cache_pb2_grpc.BlockManagerServiceServicer):
         self, request: cache_pb2.CommitBlocksRequest, context: grpc.aio.ServicerContext
     ) -> cache_pb2.CommitBlocksResponse:
         def apply(lease: Lease) -> cache_pb2.CommitBlocksResponse:
-            answers = self._service.commit(lease, list(map(commit_of, request.commits)), self._now())
+            answers = self._service.operations.commit(lease, list(map(commit_of, request.commits)), self._now())
             statuses = [item_status(answer, f"commits[{i}]") for i, answer in enumerate(answers)]
             return cache_pb2.CommitBlocksResponse(statuses=statuses)
 
@@ -230,7 +236,7 @@ class BlockManagerServicer(cache_pb2_grpc.BlockManagerServiceServicer):
     ) -> cache_pb2.ForkSequencesResponse:
         def apply(lease: Lease) -> cache_pb2.ForkSequencesResponse:
             items = [fork_of(message, f"forks[{i}]") for i, message in enumerate(request.forks)]
-            answers = self._service.fork(lease, items, self._now())
+            answers = self._service.operations.fork(lease, items, self._now())
             forks = [forked_message(answer, f"forks[{i}]") for i, answer in enumerate(answers)]
             return cache_pb2.ForkSequencesResponse(forks=forks)
 
@@ -241,11 +247,20 @@ class BlockManagerServicer(cache_pb2_grpc.BlockManagerServiceServicer):
     ) -> cache_pb2.ReleaseSequencesResponse:
         def apply(lease: Lease) -> cache_pb2.ReleaseSequencesResponse:
             items = [release_of(message, f"releases[{i}]") for i, message in enumerate(request.releases)]
-            answers = self._service.release(lease, items, self._now())
+            answers = self._service.operations.release(lease, items, self._now())
             statuses = [item_status(answer, f"releases[{i}]") for i, answer in enumerate(answers)]
             return cache_pb2.ReleaseSequencesResponse(statuses=statuses)
 
         return self._in_order(request, apply)
+
+    async def Reconcile(
+        self, request: cache_pb2.ReconcileRequest, context: grpc.aio.ServicerContext
+    ) -> cache_pb2.ReconcileResponse:
+        header, snapshots = header_of(request.header), list(map(snapshot_of, request.sequences))
+        named = (type(request), request)
+        answers = self._service.reconcile(header, named, snapshots, steps_of(request.sent), self._now())
+        statuses = [item_status(answer, f"sequences[{i}]") for i, answer in enumerate(answers)]
+        return cache_pb2.ReconcileResponse(statuses=statuses)
 
     def _in_order(self, request: Any, apply: Callable[[Lease], Response]) -> Response:
         # A number used for another kind of message is no repetition.

@@ -12,6 +12,7 @@ from google.rpc import status_pb2
 from cache_service.block import BlockId
 from cache_service.fence import SessionKey, SessionStep
 from cache_service.geometry import ArenaDescription, KvGeometry, LayerGeometry, LayerLayout, TensorLayout
+from cache_service.managed_arena import ManagedArena
 from cache_service.operation import (
     Allocated,
     Allocation,
@@ -24,10 +25,10 @@ from cache_service.operation import (
     LeaseId,
     Release,
     SequenceId,
+    SequenceSnapshot,
 )
 from cache_service.prefix import Extras
 from cache_service.registration import Registration
-from cache_service.service import ManagedArena
 from octavo.errors import FieldViolation, OctavoError, invalid_argument
 from octavo.rpc import status_of
 from octavo.v1 import cache_pb2
@@ -120,6 +121,19 @@ def release_of(message: cache_pb2.SequenceRelease, path: str) -> Release:
             FieldViolation(f"{path}.commit.sequence_id", f"is {commit.sequence_id}; the released {message.sequence_id}")
         )
     return Release(SequenceId(message.sequence_id), commit, steps_of(message.free_after))
+
+
+def snapshot_of(message: cache_pb2.SequenceSnapshot) -> SequenceSnapshot:
+    return SequenceSnapshot(
+        sequence_id=SequenceId(message.sequence_id),
+        arena_id=message.arena_id,
+        token_ids=tokens_of(message.token_ids),
+        num_computed_tokens=message.num_computed_tokens,
+        block_ids=tuple(BlockId(block) for table in message.tables[:1] for block in table.block_ids),
+        extras=extras_of(message.extras),
+        bypass_cache=message.bypass_cache,
+        copy_source=BlockId(message.copy_source) if message.HasField("copy_source") else None,
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- to messages

@@ -11,7 +11,7 @@ from router.ids import BlockId, StepId
 from router.live import Choice, Phase
 from router.model import Model, blocks_for
 from router.observer import Observer
-from router.outbox import Allocated, Allocation, Commit, Extended, Extension, Fork, Forked, Outbox, Release
+from router.outbox import Allocated, Allocation, Commit, Extended, Extension, Fork, Forked, Outbox, Release, Snapshot
 from router.roster import Roster
 from router.scheduler import Row
 from router.steps import SessionSteps
@@ -191,6 +191,16 @@ class Capacity:
             choice.copy = None
             self.outbox.commit(_commit_of(choice))
 
+    def snapshots(self) -> list[Snapshot]:
+        """What all running choices hold, as far as results are here."""
+        return [_snapshot_of(choice) for choice in self.roster.running.values()]
+
+    def disown(self, choice: Choice, steps: SessionSteps | None) -> None:
+        """Its blocks are not its own any more: it waits for others, and is computed again from its tokens."""
+        if choice.is_at_executor and steps is not None:
+            steps.retire(choice.row.slot)
+        self.roster.preempt(choice)
+
     def release(self, choice: Choice, steps: SessionSteps | None) -> None:
         """A choice ends: its blocks go back, and who waited for blocks is tried again."""
         if choice.phase in (Phase.RUNNING, Phase.ALLOCATING, Phase.FORKING):
@@ -214,3 +224,20 @@ def _commit_of(choice: Choice) -> Commit:
     token_ids = tuple(choice.tokens[offset:num_computed])
     choice.num_cache_tokens = max(offset, num_computed)
     return Commit(choice.sequence_id, num_computed, offset, token_ids)
+
+
+def _snapshot_of(choice: Choice) -> Snapshot:
+    """Tokens as far as the commits that wait or are on their way may refer to."""
+    num_computed = choice.row.num_computed
+    if any(other.phase is Phase.FORKING for other in choice.request.choices):
+        # The fork is still to be answered, and its children get what is computed: the prompt, and nothing behind it.
+        num_computed = min(num_computed, choice.spec.num_prompt_tokens)
+    return Snapshot(
+        sequence_id=choice.sequence_id,
+        token_ids=tuple(choice.tokens[: max(num_computed, choice.num_cache_tokens)]),
+        num_computed_tokens=num_computed,
+        block_ids=tuple(choice.block_ids),
+        salt=choice.checked.salt,
+        bypass_cache=choice.checked.bypass_cache,
+        copy_source=choice.copy[0] if choice.copy is not None else None,
+    )

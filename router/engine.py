@@ -16,11 +16,11 @@ from octavo.errors import Code, OctavoError
 from router import refusals, scheduler
 from router.capacity import Capacity
 from router.delivery import Ending, replay_tokens
-from router.ids import SessionKey, StepId
+from router.ids import SequenceId, SessionKey, StepId
 from router.live import Choice, LiveRequest, Phase, Times
 from router.model import Model
 from router.observer import Observer
-from router.outbox import Allocated, Allocation, Extended, Extension, Fork, Forked, Outbox
+from router.outbox import Allocated, Allocation, Extended, Extension, Fork, Forked, Outbox, Snapshot
 from router.request import CheckedRequest, FinishReason, RequestSpec
 from router.results import Results
 from router.roster import Roster
@@ -170,8 +170,8 @@ class Engine:
                 log.exception("request %s: it could not be ended in order", live.request_id)
 
     def sent_steps(self) -> dict[SessionKey, StepId]:
-        """The highest step that was sent to the session: what it may still write."""
-        return {self._steps.key: self._steps.last_sent} if self._steps and self._steps.last_sent else {}
+        """The highest step that was sent to the session, 0 for none: what it may still write."""
+        return {self._steps.key: self._steps.last_sent} if self._steps else {}
 
     @property
     def num_used_blocks(self) -> int:
@@ -244,10 +244,23 @@ class Engine:
                 continue
             if outcome.error is None:
                 self._capacity.take_fork(child, outcome.tables[position], outcome)
-            elif outcome.error.code is Code.RESOURCE_EXHAUSTED:
+            elif outcome.error.code in (Code.RESOURCE_EXHAUSTED, Code.NOT_FOUND):
+                # Not found: the first choice gave its blocks up while the cache service was restarted.
                 self._capacity.take_refusal(child, self._clock())
             else:
                 self.fail(child.request, outcome.error)
+
+    def snapshots(self) -> list[Snapshot]:
+        """What is held, for a cache service that was restarted."""
+        return self._capacity.snapshots()
+
+    def on_disowned(self, sequence_id: SequenceId, error: OctavoError) -> None:
+        """A cache service that was restarted did not give a sequence its blocks back."""
+        choice = self.roster.find_sequence(sequence_id)
+        if choice is not None and choice.phase is Phase.RUNNING:
+            log.error("request %s is computed again: %s", choice.request.request_id, error.message)
+            self._capacity.disown(choice, self._steps)
+            self._wakeup.set()
 
     # -------------------------------------------------------------------------------------------------------- the loop
 

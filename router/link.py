@@ -203,7 +203,7 @@ class Link:
         blocks = f"{model.num_blocks} blocks of {model.block_size} tokens"
         log.info("serving %s by %s on %s: %s", model.name, self.name, model.device, blocks)
         try:
-            await _until_one_ends(engine.run(), mutations.run(), self._keep_session(engine, lease))
+            await _until_one_ends(engine.run(), mutations.run(), self._keep_session(self._life))
         except OctavoError:
             raise
         except Exception:
@@ -217,7 +217,7 @@ class Link:
             engine.detach()
             engine.fail_all(refusals.engine_lost())
 
-    async def _keep_session(self, engine: Engine, lease: Lease) -> None:
+    async def _keep_session(self, life: _Life) -> None:
         """Session after session on the same lease.
 
         Raises:
@@ -226,19 +226,25 @@ class Link:
         while True:
             try:
                 async with asyncio.timeout(self._config.recovery_grace_s):
-                    session = await self._open_session(engine.model, lease)
+                    session = await self._open_session(life)
             except TimeoutError:
                 raise refusals.engine_lost() from None
-            await self._pump(session, engine)
+            await self._pump(session, life.backend.engine)
 
-    async def _open_session(self, model: Model, lease: Lease) -> Session:
+    async def _open_session(self, life: _Life) -> Session:
+        model = life.backend.model
         backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         while True:
             try:
                 now = await self._executor.describe()
                 if not now.is_same_pool(model):
                     raise refusals.model_changed(now.name)
-                return await self._executor.open_session(self.client_id, lease.client_epoch)
+                num_reconciled = life.mutations.num_reconciled
+                session = await self._executor.open_session(self.client_id, life.lease.client_epoch)
+                if num_reconciled == life.mutations.num_reconciled:
+                    return session
+                # A restarted cache service was not told of this session and waits for its end: take another.
+                session.abandon()
             except OctavoError as error:
                 if error.code is Code.FAILED_PRECONDITION:
                     raise  # this epoch is over: a new lease is needed

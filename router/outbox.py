@@ -89,18 +89,37 @@ class Forked:
     error: OctavoError | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a running sequence holds, for a cache service that was restarted."""
+
+    sequence_id: SequenceId
+    token_ids: tuple[int, ...]
+    num_computed_tokens: int
+    block_ids: tuple[BlockId, ...]
+    salt: str | None
+    bypass_cache: bool
+    copy_source: BlockId | None
+
+
 Item = Allocation | Extension | Commit | Fork | Release
 Batch = list[Allocation] | list[Extension] | list[Commit] | list[Fork] | list[Release]
 
 
 class Replies(Protocol):
-    """Who hears the answers."""
+    """Who hears the answers, and can say what is held."""
 
     def on_allocated(self, allocation: Allocation, outcome: Allocated) -> None: ...
 
     def on_extended(self, extension: Extension, outcome: Extended) -> None: ...
 
     def on_forked(self, fork: Fork, outcome: Forked) -> None: ...
+
+    def snapshots(self) -> list[Snapshot]: ...
+
+    def sent_steps(self) -> dict[SessionKey, StepId]: ...
+
+    def on_disowned(self, sequence_id: SequenceId, error: OctavoError) -> None: ...
 
 
 @dataclass
@@ -151,8 +170,7 @@ class Outbox:
             commit = _joined(waiting, release.commit) if release.commit else waiting
             release = Release(sequence_id, commit, release.free_after)
         self._releases[sequence_id] = release
-        for session, step_id in release.free_after:
-            self._fenced_until[session] = StepId(max(step_id, self._fenced_until.get(session, StepId(0))))
+        self.fence(dict(release.free_after))
         self.on_filled()
 
     def acknowledge(self, session: SessionKey, step_id: StepId) -> None:
@@ -165,6 +183,11 @@ class Outbox:
         """The session is over; its fences are the executor's to lift."""
         for table in (self.acknowledged, self._fenced_until, self._told):
             table.pop(session, None)
+
+    def fence(self, sent: dict[SessionKey, StepId]) -> None:
+        """Somebody waits until these steps are acknowledged."""
+        for session, step_id in sent.items():
+            self._fenced_until[session] = StepId(max(step_id, self._fenced_until.get(session, StepId(0))))
 
     def lifts_fences(self) -> bool:
         """Whether a fence waits for an acknowledgement that was not told yet."""

@@ -1,10 +1,13 @@
 """A whole router stack in one process: real cache service, scripted executor, real router; and its settle check."""
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,7 +15,7 @@ from prometheus_client import generate_latest
 
 from cache_service.app import RunningApp, outside_of, running
 from cache_service.config import CacheServiceConfig
-from octavo.rpc import open_channel
+from octavo.rpc import is_serving, open_channel
 from octavo.v1 import cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router.app import Router
 from router.config import RouterConfig
@@ -36,6 +39,7 @@ class FakeProcess:
     """The process behind the fake executor, as the cache service watches it: dead when the test says so."""
 
     is_dead: bool = False
+    started: int = 1
     callbacks: list[Callable[[], None]] = field(default_factory=list)
 
     def is_alive(self) -> bool:
@@ -151,19 +155,53 @@ async def running_cache_service(process: FakeProcess) -> AsyncIterator[RunningAp
         yield app
 
 
+class CacheProcess:
+    """A cache service in a process of its own, which can be killed and started again at its address."""
+
+    def __init__(self, folder: Path) -> None:
+        self.address = f"unix:{folder}/cache.sock"
+        self._socket = folder / "cache.sock"
+        self._command = [sys.executable, "-m", "cache_service", f"--listen={self.address}", "--metrics-listen="]
+        self._command += [f"--shared-memory-dir={folder}", "--min-lease-ttl-s=0.2", "--expiry-interval-s=0.1"]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def start(self) -> None:
+        self._socket.unlink(missing_ok=True)
+        self._process = subprocess.Popen(self._command, stderr=subprocess.DEVNULL)  # noqa: ASYNC220 (it returns at once)
+        assert await until(lambda: is_serving(self.address, "octavo.v1.BlockManagerService"), 60)
+
+    def kill(self) -> None:
+        """SIGKILL, and reaped."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def end(self) -> None:
+        """In order: its memory goes with it."""
+        assert self._process is not None
+        self._process.terminate()
+        assert self._process.wait(30) == 0
+
+
 @asynccontextmanager
 async def running_stack(
-    tokenizer_source: str, script: Script = counting, *, config: dict[str, Any] | None = None, **executor_options: Any
+    tokenizer_source: str,
+    script: Script = counting,
+    *,
+    config: dict[str, Any] | None = None,
+    cache: CacheProcess | None = None,
+    **executor_options: Any,
 ) -> AsyncIterator[Stack]:
     """All three processes in this one, ready to serve.
 
     Args:
         config: fields of `RouterConfig` that differ from the test's own.
+        cache: a cache service that runs already, instead of one in this process.
         executor_options: fields of `FakeExecutor`.
     """
     process = FakeProcess()
-    async with running_cache_service(process) as cache_app:
-        cache_address = f"127.0.0.1:{cache_app.server.port}"
+    async with nullcontext() if cache else running_cache_service(process) as cache_app:
+        cache_address = cache.address if cache else f"127.0.0.1:{cache_app.server.port}"
         executor = FakeExecutor(script, tokenizer_source, cache_address, **executor_options)
         await executor.start()
         options = {"cache_service": cache_address, "executor": executor.address}

@@ -442,6 +442,42 @@ class ReleaseSequencesResponse(_message.Message):
     statuses: _containers.RepeatedCompositeFieldContainer[_status_pb2.Status]
     def __init__(self, statuses: _Optional[_Iterable[_Union[_status_pb2.Status, _Mapping]]] = ...) -> None: ...
 
+class ReconcileRequest(_message.Message):
+    __slots__ = ("header", "sequences", "sent")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    SENT_FIELD_NUMBER: _ClassVar[int]
+    header: LeaseHeader
+    sequences: _containers.RepeatedCompositeFieldContainer[SequenceSnapshot]
+    sent: _containers.RepeatedCompositeFieldContainer[SessionStep]
+    def __init__(self, header: _Optional[_Union[LeaseHeader, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[SequenceSnapshot, _Mapping]]] = ..., sent: _Optional[_Iterable[_Union[SessionStep, _Mapping]]] = ...) -> None: ...
+
+class SequenceSnapshot(_message.Message):
+    __slots__ = ("sequence_id", "arena_id", "token_ids", "extras", "num_computed_tokens", "tables", "bypass_cache", "copy_source")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    ARENA_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    EXTRAS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    BYPASS_CACHE_FIELD_NUMBER: _ClassVar[int]
+    COPY_SOURCE_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    arena_id: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    extras: KeyExtras
+    num_computed_tokens: int
+    tables: _containers.RepeatedCompositeFieldContainer[BlockTable]
+    bypass_cache: bool
+    copy_source: int
+    def __init__(self, sequence_id: _Optional[int] = ..., arena_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., extras: _Optional[_Union[KeyExtras, _Mapping]] = ..., num_computed_tokens: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[BlockTable, _Mapping]]] = ..., bypass_cache: bool = ..., copy_source: _Optional[int] = ...) -> None: ...
+
+class ReconcileResponse(_message.Message):
+    __slots__ = ("statuses",)
+    STATUSES_FIELD_NUMBER: _ClassVar[int]
+    statuses: _containers.RepeatedCompositeFieldContainer[_status_pb2.Status]
+    def __init__(self, statuses: _Optional[_Iterable[_Union[_status_pb2.Status, _Mapping]]] = ...) -> None: ...
+
 class GetStatsRequest(_message.Message):
     __slots__ = ("arena_id", "self_check")
     ARENA_ID_FIELD_NUMBER: _ClassVar[int]

@@ -74,6 +74,11 @@ class BlockManagerServiceStub(object):
                 request_serializer=octavo_dot_v1_dot_cache__pb2.CloseLeaseRequest.SerializeToString,
                 response_deserializer=octavo_dot_v1_dot_cache__pb2.CloseLeaseResponse.FromString,
                 _registered_method=True)
+        self.Reconcile = channel.unary_unary(
+                '/octavo.v1.BlockManagerService/Reconcile',
+                request_serializer=octavo_dot_v1_dot_cache__pb2.ReconcileRequest.SerializeToString,
+                response_deserializer=octavo_dot_v1_dot_cache__pb2.ReconcileResponse.FromString,
+                _registered_method=True)
         self.MatchPrefix = channel.unary_unary(
                 '/octavo.v1.BlockManagerService/MatchPrefix',
                 request_serializer=octavo_dot_v1_dot_cache__pb2.MatchPrefixRequest.SerializeToString,
@@ -173,6 +178,17 @@ class BlockManagerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Reconcile(self, request, context):
+        """After a restart of the cache service every lease of before is known, but not what it holds: its messages are answered
+        with UNAVAILABLE, RECONCILE, until its client has said it here. Replaces all that is known of this lease's sequences,
+        and of no other's; the last one wins. While other clients are awaited, and until the steps that were in flight are
+        acknowledged, calls that hand out blocks are answered with UNAVAILABLE, REBUILDING, and change nothing.
+        FAILED_PRECONDITION LEASE_EXPIRED: the lease is over, or of a time that nobody recorded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def MatchPrefix(self, request, context):
         """Read only: how many leading tokens are cached now. A hint; only AllocateSequences pins.
         """
@@ -259,6 +275,11 @@ def add_BlockManagerServiceServicer_to_server(servicer, server):
                     servicer.CloseLease,
                     request_deserializer=octavo_dot_v1_dot_cache__pb2.CloseLeaseRequest.FromString,
                     response_serializer=octavo_dot_v1_dot_cache__pb2.CloseLeaseResponse.SerializeToString,
+            ),
+            'Reconcile': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reconcile,
+                    request_deserializer=octavo_dot_v1_dot_cache__pb2.ReconcileRequest.FromString,
+                    response_serializer=octavo_dot_v1_dot_cache__pb2.ReconcileResponse.SerializeToString,
             ),
             'MatchPrefix': grpc.unary_unary_rpc_method_handler(
                     servicer.MatchPrefix,
@@ -512,6 +533,33 @@ class BlockManagerService(object):
             '/octavo.v1.BlockManagerService/CloseLease',
             octavo_dot_v1_dot_cache__pb2.CloseLeaseRequest.SerializeToString,
             octavo_dot_v1_dot_cache__pb2.CloseLeaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reconcile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/octavo.v1.BlockManagerService/Reconcile',
+            octavo_dot_v1_dot_cache__pb2.ReconcileRequest.SerializeToString,
+            octavo_dot_v1_dot_cache__pb2.ReconcileResponse.FromString,
             options,
             channel_credentials,
             insecure,

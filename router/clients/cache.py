@@ -30,6 +30,7 @@ from router.outbox import (
     Outbox,
     Release,
     Replies,
+    Snapshot,
 )
 
 log = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ class CacheClient:
 
     def mutations(self, lease: Lease, model: Model, outbox: Outbox, replies: Replies) -> "LeaseMutations":
         """The mutations of a lease, from its outbox."""
-        return LeaseMutations(self._stub, lease, self._patience_s, model, outbox, replies)
+        return LeaseMutations(self._channel, self._stub, lease, self._patience_s, model, outbox, replies)
 
     async def close(self) -> None:
         await self._channel.close()
@@ -94,6 +95,7 @@ class LeaseMutations:
 
     def __init__(
         self,
+        channel: grpc.aio.Channel,
         stub: cache_pb2_grpc.BlockManagerServiceStub,
         lease: Lease,
         patience_s: float,
@@ -101,6 +103,7 @@ class LeaseMutations:
         outbox: Outbox,
         replies: Replies,
     ) -> None:
+        self._channel = channel
         self._stub = stub
         self._lease = lease
         self._patience_s = patience_s
@@ -109,6 +112,8 @@ class LeaseMutations:
         self._replies = replies
         self._number = lease.last_sequence_number
         self._filled = asyncio.Event()
+        self.num_reconciled = 0  # times that a restarted cache service was told what is held
+        self._is_reconnected = False
         outbox.on_filled = self._filled.set
 
     async def run(self) -> None:
@@ -117,14 +122,30 @@ class LeaseMutations:
         Raises:
             OctavoError: why it is lost.
         """
+        watching = asyncio.create_task(self._watch_connection(), name="cache-connection")
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(self._lease.ttl_s / 3):
+                        await self._filled.wait()
+                except TimeoutError:
+                    self._is_reconnected = True
+                self._filled.clear()
+                if self._is_reconnected:
+                    self._is_reconnected = False
+                    await self._keep_alive()
+                await self.flush()
+        finally:
+            watching.cancel()
+
+    async def _watch_connection(self) -> None:
+        """Speak as soon as there is a connection again: a restarted cache service waits for every client's word."""
         while True:
-            try:
-                async with asyncio.timeout(self._lease.ttl_s / 3):
-                    await self._filled.wait()
-            except TimeoutError:
-                await self._keep_alive()
-            self._filled.clear()
-            await self.flush()
+            state = self._channel.get_state(try_to_connect=True)
+            if state is grpc.ChannelConnectivity.READY:
+                self._is_reconnected = True
+                self._filled.set()
+            await self._channel.wait_for_state_change(state)
 
     async def flush(self) -> None:
         """Send all that waits; then, if fences wait for an acknowledgement that no message carried, say it alone.
@@ -223,12 +244,58 @@ class LeaseMutations:
         response = await self._until_answered(self._stub.ReleaseSequences, request)
         _log_refusals("release", batch, response.statuses)
 
+    async def _reconcile(self) -> None:
+        """Tell a cache service that was restarted what is held; then all messages go on behind this one's number.
+
+        Nothing that waits is changed by it: what was on its way is sent again, and is either new to it or repeated.
+        """
+        self.num_reconciled += 1
+        acknowledged, sent = dict(self._outbox.acknowledged), self._replies.sent_steps()
+        snapshots = self._replies.snapshots()
+        self._number += 1
+        request = cache_pb2.ReconcileRequest(
+            header=cache_pb2.LeaseHeader(
+                lease_id=self._lease.lease_id,
+                sequence_number=self._number,
+                acknowledged=_session_steps(acknowledged),
+            ),
+            sequences=map(self._snapshot_message, snapshots),
+            sent=_session_steps(sent),
+        )
+        response = await _call(self._stub.Reconcile, request)
+        self._outbox.mark_told(acknowledged)
+        self._outbox.fence(sent)
+        log.warning("the cache service was restarted and was told of %d sequences", len(snapshots))
+        for snapshot, status in zip(snapshots, response.statuses, strict=True):
+            error = _item_error(status)
+            if error is not None:
+                self._replies.on_disowned(snapshot.sequence_id, error)
+
+    def _snapshot_message(self, snapshot: Snapshot) -> cache_pb2.SequenceSnapshot:
+        return cache_pb2.SequenceSnapshot(
+            sequence_id=snapshot.sequence_id,
+            arena_id=self._model.arena_id,
+            token_ids=snapshot.token_ids,
+            extras=self._extras(snapshot.salt),
+            num_computed_tokens=snapshot.num_computed_tokens,
+            tables=[cache_pb2.BlockTable(block_ids=snapshot.block_ids)],
+            bypass_cache=snapshot.bypass_cache,
+            copy_source=snapshot.copy_source,
+        )
+
     async def _until_answered(self, method: Any, request: Any) -> Any:
-        """The answer, however often the same message must be sent for it, within the patience."""
+        """The answer, however often the same message must be sent for it, within the patience.
+
+        A restarted cache service is told first what is held; the message then gets a new number.
+        """
         clock = asyncio.get_running_loop().time
-        began_s, is_lost = clock(), False
+        began_s, is_lost, must_reconcile = clock(), False, False
         while True:
             try:
+                if must_reconcile:
+                    await self._reconcile()
+                    must_reconcile = False
+                    self._renumber(request)
                 response = await _call(method, request)
                 break
             except OctavoError as error:
@@ -239,10 +306,26 @@ class LeaseMutations:
                 if not is_lost:
                     log.warning("the cache service does not answer (%s); sending again", error.message)
                 is_lost = True
+                must_reconcile = must_reconcile or error.reason == "RECONCILE"
+                if error.reason == "REBUILDING":
+                    self._tell_anew(request)
                 await asyncio.sleep(error.retry_after_s or RETRY_S)
         if is_lost:
             log.info("the cache service answers again")
         return response
+
+    def _renumber(self, request: Any) -> None:
+        """Of a message that the cache service of now has not seen."""
+        if not isinstance(request, cache_pb2.KeepLeaseAliveRequest):
+            self._number += 1
+            request.header.sequence_number = self._number
+        self._tell_anew(request)
+
+    def _tell_anew(self, request: Any) -> None:
+        """What was acknowledged since then; of a message that has not been applied."""
+        carrier = request if isinstance(request, cache_pb2.KeepLeaseAliveRequest) else request.header
+        del carrier.acknowledged[:]
+        carrier.acknowledged.extend(_session_steps(dict(self._outbox.acknowledged)))
 
     def _extras(self, salt: str | None) -> cache_pb2.KeyExtras:
         model = self._model

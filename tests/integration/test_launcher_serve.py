@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 import octavo
-from octavo.errors import Code
 from octavo.results import Delta
 from tests.tiny_models import save_tiny_llama
 
@@ -186,17 +185,18 @@ def test_streams_go_on_when_the_executor_is_killed(serve, client):
     assert serve.log.count("octavo        | executor is ready after") == 2
 
 
-def test_requests_fail_and_others_are_served_when_the_cache_service_is_killed(serve, client):
-    before = answer(client)
-    with pytest.raises(octavo.OctavoError) as failed:
-        stream_and_kill(serve, client, "cache_service")
-    assert failed.value.code is Code.UNAVAILABLE
-    assert failed.value.retry_after_s is not None
+def test_streams_go_on_when_the_cache_service_is_killed(serve, client):
+    """Its memory is taken over: the executor goes on computing in it, and what was cached is hit."""
+    whole = client.generate(PROMPT, **LONG).choices[0].token_ids
+    [segment] = serve.memory.iterdir()
+    executor = serve.child("executor")
+    assert stream_and_kill(serve, client, "cache_service") == whole
     serve.wait_for("octavo        | cache-service is ready after", times=2)
-    serve.wait_for("octavo        | executor is ready after", times=3)
-    serve.wait_for("INFO router.link: serving", times=2)
-    assert answer(client) == before
-    assert len(list(serve.memory.iterdir())) == 1, "the segment of before is gone"
+    again = client.generate(PROMPT, **LONG)
+    assert again.choices[0].token_ids == whole
+    assert again.usage.cached_tokens == 16
+    assert serve.child("executor") == executor
+    assert list(serve.memory.iterdir()) == [segment]
 
 
 def test_ctrl_c_ends_everything_and_leaves_nothing(serve):

@@ -1,11 +1,13 @@
 """The whole process with real executors (processes that only register): starts, deaths, signals, what is left."""
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
@@ -44,9 +46,14 @@ class CacheProcess:
         answer = health.Check(health_pb2.HealthCheckRequest(service=SERVICE), wait_for_ready=True, timeout=30)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
-    def register(self, executor_id: str, pid: int) -> cache_pb2.RegisterExecutorResponse:
+    def register(self, executor_id: str, pid: int, executor_epoch: int = 0) -> cache_pb2.RegisterExecutorResponse:
         request = cache_pb2.RegisterExecutorRequest(
-            executor_id=executor_id, pid=pid, arena_id="cpu:9", geometry=geometry_message(4), kv_bytes=kv_bytes_of(8, 4)
+            executor_id=executor_id,
+            executor_epoch=executor_epoch,
+            pid=pid,
+            arena_id="cpu:9",
+            geometry=geometry_message(4),
+            kv_bytes=kv_bytes_of(8, 4),
         )
         return self.stub.RegisterExecutor(request, timeout=30)
 
@@ -58,6 +65,14 @@ class CacheProcess:
         self.process.send_signal(number)
         self.process.communicate(timeout=30)
         return self.process.returncode
+
+
+@contextmanager
+def held(path: str) -> Iterator[None]:
+    """As a process holds it that maps it: other cache services that start on this machine leave it alone."""
+    with open(path) as segment:
+        fcntl.flock(segment, fcntl.LOCK_SH)
+        yield
 
 
 @pytest.fixture
@@ -96,17 +111,63 @@ def test_an_epoch_ends_when_its_process_is_dead_and_not_before(
     assert second.arena.posix.path == first.arena.posix.path, "the arena outlives the executor"
 
 
-def test_the_successor_of_a_killed_cache_service_takes_its_segment_away(
+def test_the_successor_of_a_killed_cache_service_goes_on_with_its_segment(
+    cache: CacheProcess, executor: "subprocess.Popen[bytes]", tmp_path: Path
+) -> None:
+    """Field failure 38: nothing new in /dev/shm, the executor keeps mapping and epoch, and its death is still heard."""
+    registered = cache.register("e", executor.pid)
+    lease = cache.stub.OpenLease(cache_pb2.OpenLeaseRequest(client_id="router"), timeout=10)
+    path = registered.arena.posix.path
+    with held(path):
+        cache.end(signal.SIGKILL)
+        os.unlink(tmp_path / "cache.sock")
+        successor = CacheProcess(tmp_path)
+    assert successor.register("e", executor.pid, executor_epoch=registered.executor_epoch) == registered
+    with pytest.raises(grpc.RpcError) as refused:
+        successor.stub.KeepLeaseAlive(cache_pb2.KeepLeaseAliveRequest(lease_id=lease.lease_id), timeout=10)
+    assert error_of_call(refused.value).reason == "RECONCILE"
+    header = cache_pb2.LeaseHeader(lease_id=lease.lease_id, sequence_number=1)
+    successor.stub.Reconcile(cache_pb2.ReconcileRequest(header=header), timeout=10)
+    [stats] = successor.stub.GetStats(cache_pb2.GetStatsRequest(self_check=True), timeout=10).arenas
+    assert (stats.free_blocks, list(stats.violations)) == (7, [])
+    executor.kill()
+    deadline = time.monotonic() + 10
+    while successor.num_executors() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert successor.num_executors() == 0
+    assert successor.end(signal.SIGTERM) == 0
+    assert not Path(path).exists()
+
+
+def test_an_executor_that_died_between_two_cache_services_is_known_to_be_dead(
+    cache: CacheProcess, executor: "subprocess.Popen[bytes]", tmp_path: Path
+) -> None:
+    registered = cache.register("e", executor.pid)
+    with held(registered.arena.posix.path):
+        cache.end(signal.SIGKILL)
+        executor.kill()
+        executor.wait()
+        os.unlink(tmp_path / "cache.sock")
+        successor = CacheProcess(tmp_path)
+    assert successor.num_executors() == 0
+    again = successor.register("e", os.getpid())
+    assert again.executor_epoch > registered.executor_epoch
+    assert again.arena == registered.arena
+    assert successor.end(signal.SIGTERM) == 0
+
+
+def test_a_cache_service_of_another_address_inherits_nothing_and_takes_away_what_nobody_holds(
     cache: CacheProcess, executor: "subprocess.Popen[bytes]", tmp_path: Path
 ) -> None:
     """Field failure 38: nothing of a killed owner stays once nobody holds it."""
     path = cache.register("e", executor.pid).arena.posix.path
     cache.end(signal.SIGKILL)
     assert Path(path).exists()
-    os.unlink(tmp_path / "cache.sock")
-    successor = CacheProcess(tmp_path)
+    (tmp_path / "other").mkdir()
+    other = CacheProcess(tmp_path / "other")
     assert not Path(path).exists()
-    assert successor.end(signal.SIGTERM) == 0
+    assert not other.stub.GetStats(cache_pb2.GetStatsRequest(), timeout=10).arenas
+    assert other.end(signal.SIGTERM) == 0
 
 
 def test_an_arena_that_does_not_fit_is_refused_with_the_numbers(

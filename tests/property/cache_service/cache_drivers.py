@@ -16,7 +16,10 @@ from cache_service.app import Outside, running
 from cache_service.config import CacheServiceConfig
 from cache_service.fence import SessionKey, SessionStep
 from cache_service.geometry import ArenaDescription, KvGeometry, LayerGeometry, lay_out
+from cache_service.journal import JOURNAL_BYTES, Journal
 from cache_service.lease import Lease
+from cache_service.lease_operations import LeaseOperations
+from cache_service.ledger import BufferLedger, ledger_bytes
 from cache_service.operation import (
     Allocated,
     Allocation,
@@ -28,6 +31,7 @@ from cache_service.operation import (
     LeaseHeader,
     LeaseId,
     Release,
+    SequenceSnapshot,
 )
 from cache_service.prefix import Extras, HashFunction, blake2b_key
 from cache_service.registration import Registration
@@ -62,13 +66,31 @@ def geometry_of(block_size: int) -> KvGeometry:
 
 @dataclass
 class FakeMemory:
-    """An arena of which nothing but the description exists."""
+    """An arena without blocks: its description, and what the next cache service is to know of it."""
 
     description: ArenaDescription
+    ledger_buffer: bytearray = field(init=False)
+    journal_buffer: bytearray = field(default_factory=lambda: bytearray(JOURNAL_BYTES))
     is_closed: bool = False
+
+    def __post_init__(self) -> None:
+        num_blocks, block_size = self.description.num_blocks, self.description.geometry.block_size
+        self.ledger_buffer = bytearray(ledger_bytes(num_blocks, block_size))
+        self.ledger = BufferLedger(self.ledger_buffer, num_blocks, block_size)
+        self.journal = Journal(self.journal_buffer)
 
     def close(self) -> None:
         self.is_closed = True
+
+    def leave(self) -> None: ...
+
+    def inherited(self) -> "FakeMemory":
+        """As the next process sees it."""
+        heir = FakeMemory(self.description)
+        heir.ledger_buffer[:] = self.ledger_buffer
+        heir.journal_buffer[:] = self.journal_buffer
+        heir.journal = Journal(heir.journal_buffer)
+        return heir
 
 
 def make_fake_arena(arena_id: str, model_fingerprint: str, geometry: KvGeometry, kv_bytes: int) -> FakeMemory:
@@ -86,6 +108,7 @@ class FakeProcess:
     """A process that dies when a test says so."""
 
     alive: bool = True
+    started: int = 1
     on_death: list[Callable[[], None]] = field(default_factory=list)
 
     def is_alive(self) -> bool:
@@ -149,6 +172,10 @@ class CacheDriver(Protocol):
     def commit(self, header: LeaseHeader, items: Sequence[Commit]) -> list[OctavoError | None]: ...
     def fork(self, header: LeaseHeader, items: Sequence[Fork]) -> list[Forked | OctavoError]: ...
     def release(self, header: LeaseHeader, items: Sequence[Release]) -> list[OctavoError | None]: ...
+    def reconcile(
+        self, header: LeaseHeader, items: Sequence[SequenceSnapshot], sent: Sequence[SessionStep]
+    ) -> list[OctavoError | None]: ...
+    def die(self, tear: Callable[[FakeMemory], None] = lambda memory: None) -> None: ...
     def counts(self) -> Counts: ...
     def advance(self, seconds: float) -> None: ...
     def close(self) -> None: ...
@@ -160,14 +187,29 @@ class InProcessDriver:
     def __init__(self, hash_function: HashFunction = blake2b_key) -> None:
         self.clock = FakeClock()
         self.service = CacheService(hash_function)
+        self._hash_function = hash_function
         self._processes: dict[str, FakeProcess] = {}
+
+    def die(self, tear: Callable[[FakeMemory], None] = lambda memory: None) -> None:
+        """Killed, and started again on what is left of its memory, after `tear` had its way with it."""
+        memories = _heirs(self.service, tear)
+        self.service = CacheService(self._hash_function)
+        pids = {pid: process for pid, process in enumerate(self._processes.values(), 1) if process.alive}
+        names = list(self._processes)
+        for process in self._processes.values():
+            process.on_death.clear()
+        service = self.service
+        for executor in service.take_over(memories, lambda pid, started: pids.get(pid), self._now):
+            process = self._processes[names[executor.pid - 1]]
+            process.on_death.append(lambda executor=executor: service.end_executor(executor, self._now))
 
     def register(self, executor_id: str, num_blocks: int, block_size: int) -> int:
         geometry, kv_bytes = geometry_of(block_size), kv_bytes_of(num_blocks, block_size)
-        asked = Registration(executor_id, 0, ARENA, FINGERPRINT, geometry, kv_bytes)
+        process = self._processes[executor_id] = FakeProcess()
+        pid = list(self._processes).index(executor_id) + 1
+        asked = Registration(executor_id, 0, ARENA, FINGERPRINT, geometry, kv_bytes, pid)
         self.service.begin_registration(asked, self._now)
         made = None if self.service.has_arena(ARENA) else make_fake_arena(ARENA, FINGERPRINT, geometry, kv_bytes)
-        process = self._processes[executor_id] = FakeProcess()
         executor = self.service.finish_registration(asked, made, process, self.clock.unix_ms)
         process.on_death.append(lambda: self.service.end_executor(executor, self._now))
         return executor.epoch
@@ -198,22 +240,34 @@ class InProcessDriver:
         return self.service.match_prefix(ARENA, allocation(0, token_ids, **extras))
 
     def allocate(self, header: LeaseHeader, items: Sequence[Allocation]) -> list[Allocated | OctavoError]:
-        return self._mutate(header, items, lambda lease: self.service.allocate(lease, ARENA, items, self._now))
+        return self._mutate(
+            header, items, lambda operations, lease: operations.allocate(lease, ARENA, items, self._now)
+        )
 
     def extend(self, header: LeaseHeader, items: Sequence[Extension]) -> list[Extended | OctavoError]:
-        return self._mutate(header, items, lambda lease: self.service.extend(lease, items, self._now))
+        return self._mutate(header, items, lambda operations, lease: operations.extend(lease, items, self._now))
 
     def commit(self, header: LeaseHeader, items: Sequence[Commit]) -> list[OctavoError | None]:
-        return _errors(self._mutate(header, items, lambda lease: self.service.commit(lease, items, self._now)))
+        return _errors(
+            self._mutate(header, items, lambda operations, lease: operations.commit(lease, items, self._now))
+        )
 
     def fork(self, header: LeaseHeader, items: Sequence[Fork]) -> list[Forked | OctavoError]:
-        return self._mutate(header, items, lambda lease: self.service.fork(lease, items, self._now))
+        return self._mutate(header, items, lambda operations, lease: operations.fork(lease, items, self._now))
 
     def release(self, header: LeaseHeader, items: Sequence[Release]) -> list[OctavoError | None]:
-        return _errors(self._mutate(header, items, lambda lease: self.service.release(lease, items, self._now)))
+        return _errors(
+            self._mutate(header, items, lambda operations, lease: operations.release(lease, items, self._now))
+        )
 
-    def _mutate(self, header: LeaseHeader, items: Sequence[Any], apply: Callable[[Lease], Any]) -> Any:
-        return self.service.in_order(header, (header, list(items)), apply, self._now)
+    def reconcile(
+        self, header: LeaseHeader, items: Sequence[SequenceSnapshot], sent: Sequence[SessionStep]
+    ) -> list[OctavoError | None]:
+        return self.service.reconcile(header, (header, list(items), sent), items, sent, self._now)
+
+    def _mutate(self, header: LeaseHeader, items: Sequence[Any], apply: Callable[[LeaseOperations, Lease], Any]) -> Any:
+        named = (header, list(items))
+        return self.service.in_order(header, named, lambda lease: apply(self.service.operations, lease), self._now)
 
     def counts(self) -> Counts:
         manager = self.service.find_arena(ARENA).manager
@@ -237,16 +291,26 @@ class GrpcDriver:
     def __init__(self, hash_function: HashFunction = blake2b_key) -> None:
         self.clock = FakeClock()
         self.service = CacheService(hash_function)
+        self._hash_function = hash_function
         self._processes: dict[int, FakeProcess] = {}
         self._pid_of: dict[str, int] = {}
         self._loop = asyncio.new_event_loop()
-        self._loop.run_until_complete(self._start())
+        self._loop.run_until_complete(self._start([]))
 
-    async def _start(self) -> None:
+    def die(self, tear: Callable[[FakeMemory], None] = lambda memory: None) -> None:
+        """Killed, and started again on what is left of its memory, after `tear` had its way with it."""
+        memories = _heirs(self.service, tear)
+        for process in self._processes.values():
+            process.on_death.clear()
+        self._loop.run_until_complete(self._stop())
+        self.service = CacheService(self._hash_function)
+        self._loop.run_until_complete(self._start(memories))
+
+    async def _start(self, memories: list[FakeMemory]) -> None:
         config = CacheServiceConfig(
             listen="127.0.0.1:0", metrics_listen="", reflection=False, expiry_interval_s=3600.0, drain_grace_s=0.0
         )
-        outside = Outside(make_fake_arena, self._processes.__getitem__, self.clock.as_clock())
+        outside = Outside(make_fake_arena, lambda: memories, self._processes.__getitem__, self.clock.as_clock())
         self._running = running(config, outside, self.service)
         app = await self._running.__aenter__()
         self._channel = open_channel(f"127.0.0.1:{app.server.port}")
@@ -365,6 +429,14 @@ class GrpcDriver:
             )
         return _status_errors(self.call("ReleaseSequences", request).statuses)
 
+    def reconcile(
+        self, header: LeaseHeader, items: Sequence[SequenceSnapshot], sent: Sequence[SessionStep]
+    ) -> list[OctavoError | None]:
+        request = cache_pb2.ReconcileRequest(
+            header=header_message(header), sequences=map(snapshot_message, items), sent=step_messages(sent)
+        )
+        return _status_errors(self.call("Reconcile", request).statuses)
+
     def counts(self) -> Counts:
         response = self.call("GetStats", cache_pb2.GetStatsRequest(arena_id=ARENA, self_check=True))
         return _counts(response.arenas[0], response.arenas[0].violations)
@@ -417,6 +489,19 @@ def allocation_message(item: Allocation) -> cache_pb2.SequenceAllocation:
     )
 
 
+def snapshot_message(item: SequenceSnapshot) -> cache_pb2.SequenceSnapshot:
+    return cache_pb2.SequenceSnapshot(
+        sequence_id=item.sequence_id,
+        arena_id=item.arena_id,
+        token_ids=item.token_ids,
+        extras=cache_pb2.KeyExtras(**item.extras._asdict()),
+        num_computed_tokens=item.num_computed_tokens,
+        tables=[cache_pb2.BlockTable(block_ids=item.block_ids)],
+        bypass_cache=item.bypass_cache,
+        copy_source=item.copy_source,
+    )
+
+
 def commit_message(item: Commit) -> cache_pb2.SequenceCommit:
     return cache_pb2.SequenceCommit(
         sequence_id=item.sequence_id,
@@ -454,6 +539,15 @@ def _errors(answers: Iterable[Any]) -> list[OctavoError | None]:
 
 def _status_errors(statuses: Iterable[Any]) -> list[OctavoError | None]:
     return [error_of(status) if status.code else None for status in statuses]
+
+
+def _heirs(service: CacheService, tear: Callable[[FakeMemory], None]) -> list[FakeMemory]:
+    memories = []
+    for arena in service.arenas():
+        assert isinstance(arena.memory, FakeMemory)
+        memories.append(arena.memory.inherited())
+        tear(memories[-1])
+    return memories
 
 
 DRIVERS: dict[str, Callable[[HashFunction], CacheDriver]] = {

@@ -6,9 +6,14 @@ flight, reads. Nothing here knows how the cache service works.
 """
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-from cache_service.fence import SessionKey, SessionStep
+import pytest
+
+from cache_service.block import BlockId
+from cache_service.fence import END_OF_SESSION, SessionKey, SessionStep
 from cache_service.operation import (
     Allocated,
     Commit,
@@ -20,9 +25,11 @@ from cache_service.operation import (
     LeaseId,
     Release,
     SequenceId,
+    SequenceSnapshot,
 )
+from cache_service.prefix import Extras
 from octavo.errors import Code, OctavoError
-from tests.property.cache_service.cache_drivers import TTL_S, CacheDriver, allocation
+from tests.property.cache_service.cache_drivers import ARENA, TTL_S, CacheDriver, FakeMemory, allocation
 
 POISON = None
 Value = tuple[str, tuple[int, ...]] | None  # (extras, history) or poison
@@ -81,6 +88,7 @@ class Session:
     executed: list[Step] = field(default_factory=list)  # not received
     last_sent: int = 0
     last_received: int = 0
+    last_told: int = 0  # acknowledged in a message
 
 
 @dataclass(eq=False)
@@ -104,6 +112,7 @@ class CacheWorld:
         self.epochs = {f"e{i}": driver.register(f"e{i}", num_blocks, block_size) for i in range(num_executors)}
         self.sessions: list[Session] = []  # open ones, those of dead leases included
         self.next_session_id = 1
+        self.sent_before: dict[Session, int] = {}  # at the last death of the cache service
         self.histories: list[list[int]] = []  # of released rows, to be asked for again
         self.clients = [self._new_client("a"), self._new_client("b")]
 
@@ -114,15 +123,35 @@ class CacheWorld:
 
     def header(self, client: Client) -> LeaseHeader:
         client.number += 1
-        steps = [SessionStep(s.key, s.last_received) for s in self.sessions if s.client is client and s.last_received]
-        return LeaseHeader(client.lease_id, client.number, tuple(steps))
+        told = [session for session in self.sessions if session.client is client and session.last_received]
+        for session in told:
+            session.last_told = session.last_received
+        steps = tuple(SessionStep(session.key, session.last_received) for session in told)
+        return LeaseHeader(client.lease_id, client.number, steps)
+
+    def _ask_for_blocks(self, client: Client, ask: Callable[[LeaseHeader], list[Any]]) -> Any:
+        """The answer to a message of one item. After a death of the cache service none is handed out as long as a step
+        of the time before may run; such a refusal uses up no number."""
+        refused = None
+        try:
+            [answer] = ask(self.header(client))
+        except OctavoError as error:
+            refused, answer = error, None
+            client.number -= 1
+        if refused is not None:
+            assert (refused.code, refused.reason) == (Code.UNAVAILABLE, "REBUILDING")
+            waiting = [session for session in self.sessions if session.last_told < self.sent_before.get(session, 0)]
+            assert waiting, "nothing of the time before can run any more"
+        return answer
 
     def allocate(self, client: Client, prompt: list[int], extras: dict[str, str], slack: int, bypass: bool) -> None:
         sequence_id = client.next_id
         client.next_id += 1
         item = allocation(sequence_id, array("I", prompt), slack=slack, bypass=bypass, **extras)
         before = self.driver.counts()
-        [answer] = self.driver.allocate(self.header(client), [item])
+        answer = self._ask_for_blocks(client, lambda header: self.driver.allocate(header, [item]))
+        if answer is None:
+            return
         if isinstance(answer, OctavoError):
             self._check_refused(answer, -(-len(prompt) // self.block_size))
             return
@@ -162,7 +191,9 @@ class CacheWorld:
     def extend(self, row: Row, num_need: int, num_want: int) -> bool:
         need = len(row.table) + num_need
         item = Extension(SequenceId(row.sequence_id), len(row.table), need, need + num_want)
-        [answer] = self.driver.extend(self.header(row.client), [item])
+        answer = self._ask_for_blocks(row.client, lambda header: self.driver.extend(header, [item]))
+        if answer is None:
+            return False
         if isinstance(answer, OctavoError):
             self._check_refused(answer, need)
             return False
@@ -191,7 +222,10 @@ class CacheWorld:
         child_ids = tuple(SequenceId(row.client.next_id + i) for i in range(num_children))
         row.client.next_id += num_children
         before = self.driver.counts()
-        [answer] = self.driver.fork(self.header(row.client), [Fork(SequenceId(row.sequence_id), child_ids)])
+        item = Fork(SequenceId(row.sequence_id), child_ids)
+        answer = self._ask_for_blocks(row.client, lambda header: self.driver.fork(header, [item]))
+        if answer is None:
+            return
         if isinstance(answer, OctavoError):
             assert answer.reason == "NO_BLOCKS"
             after = self.driver.counts()
@@ -359,6 +393,55 @@ class CacheWorld:
         assert set(orphaned) == expected
         for session in [s for s in self.sessions if s.key.session_id in expected]:
             self.drop_session(session, tell=True)
+
+    # ------------------------------------------------------------------------------------- death of the cache service
+
+    def kill_cache_service(
+        self, tear: Callable[[FakeMemory], None], meanwhile: Callable[[], None], silent: int
+    ) -> None:
+        """It dies and is started again; all say what they hold, except for one that never will (`silent` is its place).
+
+        Every claim is granted, and nothing is handed out that a step of the time before may still touch.
+        """
+        self.driver.die(tear)
+        clients = list(self.clients)
+        self._check_reconcile_comes_first(clients[0])
+        meanwhile()
+        self.sent_before = {
+            session: session.last_sent if session.client in clients else END_OF_SESSION for session in self.sessions
+        }
+        for place, client in enumerate(clients):
+            if place == silent:
+                self.supersede(client)
+                self.sent_before |= {session: END_OF_SESSION for session in self.sessions if session.client is client}
+            else:
+                self.reconcile(client)
+
+    def _check_reconcile_comes_first(self, client: Client) -> None:
+        with pytest.raises(OctavoError) as refused:
+            self.driver.keep_alive(client.lease_id)
+        assert (refused.value.code, refused.value.reason) == (Code.UNAVAILABLE, "RECONCILE")
+
+    def reconcile(self, client: Client) -> None:
+        """All that the client holds."""
+        snapshots = [self._snapshot_of(row) for row in client.rows]
+        sent = [SessionStep(s.key, s.last_sent) for s in self.sessions if s.client is client]
+        assert self.driver.reconcile(self.header(client), snapshots, sent) == [None] * len(snapshots)
+
+    @staticmethod
+    def _snapshot_of(row: Row) -> SequenceSnapshot:
+        row.num_known = max(row.num_known, row.num_computed)
+        row.num_committed = row.num_computed
+        return SequenceSnapshot(
+            sequence_id=SequenceId(row.sequence_id),
+            arena_id=ARENA,
+            token_ids=array("I", row.tokens[: row.num_known]),
+            num_computed_tokens=row.num_computed,
+            block_ids=tuple(map(BlockId, row.table)),
+            extras=Extras(**row.extras),
+            bypass_cache=row.bypass,
+            copy_source=BlockId(row.copy[0]) if row.copy else None,
+        )
 
     # --------------------------------------------------------------------------------------------------------- judging
 

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.property.cache_service.cache_drivers import DRIVERS, HASHES, CacheDriver
+from tests.property.cache_service.cache_drivers import DRIVERS, HASHES, CacheDriver, FakeMemory
 from tests.property.cache_service.cache_world import CacheWorld, Client, Row, Session
 
 BLOCK_SIZE = 4
@@ -151,6 +151,21 @@ class CacheMachine(RuleBasedStateMachine):
             self.world.expire(self.client(pick // 4))
         elif pick % 4 == 1:
             self.world.supersede(self.client(pick // 4))
+
+    @rule(pick=PICK, torn=st.lists(st.integers(0, 2**16), max_size=3), runs=st.integers(0, 3))
+    def kill_cache_service(self, pick: int, torn: list[int], runs: int) -> None:
+        def tear(memory: FakeMemory) -> None:
+            for place in torn:
+                memory.ledger_buffer[place % len(memory.ledger_buffer)] ^= 1 + place % 255
+
+        def meanwhile() -> None:
+            for place in range(min(runs, len(self.world.sessions))):
+                self.world.execute(self.session(pick + place))
+                self.world.receive(self.session(pick // 3 + place))
+            if pick % 5 == 0:
+                self.world.kill_executor(f"e{pick % 2}")
+
+        self.world.kill_cache_service(tear, meanwhile, silent=pick // 3 % 6)
 
     @rule(pick=PICK)
     def close_orphans(self, pick: int) -> None:
