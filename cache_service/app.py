@@ -22,6 +22,7 @@ from cache_service.service import CacheService
 from cache_service.servicer import BlockManagerServicer, Clock, MakeArena, start_cache_server
 from octavo.metrics import start_metrics_server
 from octavo.rpc import ServerParts
+from octavo.tls import internal_tls
 
 log = logging.getLogger(__name__)
 
@@ -79,8 +80,9 @@ async def running(
     What an earlier cache service left at this address is taken over first.
 
     Raises:
-        OSError, ValueError: an address is taken, not ours, or none.
+        OSError, ValueError: an address is taken, not ours, or none; or TLS files cannot be used.
     """
+    tls = internal_tls(config)
     service = service or CacheService()
     servicer = BlockManagerServicer(service, config, outside.make_arena, outside.watch_process, outside.clock)
     _take_over(service, servicer, outside)
@@ -88,7 +90,13 @@ async def running(
     metrics = start_metrics_server(make_registry(service), config.metrics_listen) if config.metrics_listen else None
     try:
         try:
-            server = await start_cache_server(config.listen, servicer, enable_reflection=config.reflection)
+            server = await start_cache_server(
+                config.listen,
+                servicer,
+                enable_reflection=config.reflection,
+                tls=tls,
+                health_listen=config.health_listen,
+            )
         except BaseException:
             service.leave()  # executors still map what was taken over; another may serve it
             raise

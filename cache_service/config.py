@@ -18,6 +18,16 @@ class CacheServiceConfig(BaseModel):
     log_level: LogLevel = Field("info", description="least severe records to log")
     drain_accept_window_s: float = Field(0.0, ge=0, description="seconds that calls are still accepted after SIGTERM")
     drain_grace_s: float = Field(5.0, ge=0, description="seconds that running calls may take to end after SIGTERM")
+    health_listen: str = Field(
+        "", description="address that answers for health alone, without TLS; for probes: host:port or unix:/path"
+    )
+    internal_tls_certificate: str = Field(
+        "", description="PEM file with this process's certificate, for calls of routers and executors; empty: no TLS"
+    )
+    internal_tls_key: str = Field("", description="PEM file with the private key of that certificate")
+    internal_tls_ca: str = Field(
+        "", description="PEM file with the CA that the other side's certificate must come from"
+    )
 
     shared_memory_dir: str = Field("/dev/shm", description="memory file system that arenas are made in")
     default_lease_ttl_s: float = Field(

@@ -293,10 +293,8 @@ def _duration(seconds: float) -> Duration:
     return duration
 
 
-async def start_cache_server(
-    listen: str, servicer: BlockManagerServicer, *, enable_reflection: bool = True
-) -> ServerParts:
-    """Serve on `host:port` or `unix:/path`. Raises OSError when the address is taken or not ours."""
+async def start_cache_server(listen: str, servicer: BlockManagerServicer, **options: Any) -> ServerParts:
+    """Serve on `host:port` or `unix:/path`, with options of `octavo.rpc.start_server`. Raises OSError as it does."""
     name = cache_pb2.DESCRIPTOR.services_by_name["BlockManagerService"].full_name
     register = partial(cache_pb2_grpc.add_BlockManagerServiceServicer_to_server, servicer)
-    return await start_server(listen, [(name, register)], enable_reflection=enable_reflection)
+    return await start_server(listen, [(name, register)], **options)

@@ -15,6 +15,7 @@ from executor.config import ExecutorConfig
 from octavo.errors import Code, OctavoError
 from octavo.logs import configure_logging
 from octavo.settings import load_settings
+from octavo.tls import TlsSource, internal_tls
 
 log = logging.getLogger(__name__)
 PROGRAM = "octavo executor"
@@ -32,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     if config.attention == "triton-interpret":
         os.environ["TRITON_INTERPRET"] = "1"  # which Triton reads when it is imported, and never again
     try:
-        return asyncio.run(_serve(config))
+        return asyncio.run(_serve(config, internal_tls(config)))
     except OctavoError as error:
         log.debug("the executor failed", exc_info=True)
         sys.stderr.write(f"{PROGRAM}: {error.message}\n")
@@ -43,11 +44,11 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_BAD_CONFIGURATION
 
 
-async def _serve(config: ExecutorConfig) -> int:
+async def _serve(config: ExecutorConfig, tls: TlsSource | None) -> int:
     stop = _Stop()
     # Brings in torch, transformers and, through them, Triton. In a thread, so that a signal ends the wait.
     app = await asyncio.to_thread(importlib.import_module, "executor.app")
-    async with app.running(config, stop.fatal):
+    async with app.running(config, stop.fatal, tls):
         stop.is_serving = True
         await stop.event.wait()
         log.info("draining")

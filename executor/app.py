@@ -42,6 +42,7 @@ from octavo.errors import Code, OctavoError
 from octavo.metrics import start_metrics_server
 from octavo.model_source import resolve_model
 from octavo.rpc import ServerParts
+from octavo.tls import TlsSource
 
 log = logging.getLogger(__name__)
 
@@ -66,28 +67,38 @@ class RunningExecutor:
 
 
 @asynccontextmanager
-async def running(config: ExecutorConfig, on_fatal: Callable[[str], None]) -> AsyncIterator[RunningExecutor]:
+async def running(
+    config: ExecutorConfig, on_fatal: Callable[[str], None], tls: TlsSource | None = None
+) -> AsyncIterator[RunningExecutor]:
     """Serve while the context lasts, then drain.
 
     Args:
         on_fatal: told why this process can be of no use any more; it should leave the context.
+        tls: of the calls that routers make, and of those to the cache service.
 
     Raises:
         OctavoError: the model, the attention or the arena cannot be used, or the cache service did not answer in time.
         OSError, ValueError: an address is taken, not ours, or none.
     """
     servicer = ExecutorServicer()
-    server = await start_executor_server(config.listen, servicer, enable_reflection=config.reflection)
+    server = await start_executor_server(
+        config.listen,
+        servicer,
+        enable_reflection=config.reflection,
+        tls=tls,
+        health_listen=config.health_listen,
+    )
     try:
         loaded = await asyncio.to_thread(load, config)
-        client = CacheClient(config.cache_service, _registration(config, loaded))
+        registration = _registration(config, loaded)
+        client = CacheClient(config.cache_service, registration, tls, config.internal_tls_server_name)
         try:
             async with _serving(config, loaded, client, servicer, server, on_fatal) as executor:
                 yield executor
         finally:
             await client.close()
     finally:
-        await server.server.stop(0)
+        await server.stop(0)
 
 
 def load(config: ExecutorConfig) -> LoadedModel:

@@ -21,6 +21,19 @@ class ExecutorConfig(BaseModel):
     log_level: LogLevel = Field("info", description="least severe records to log")
     drain_accept_window_s: float = Field(0.5, ge=0, description="seconds that calls are still accepted after SIGTERM")
     drain_grace_s: float = Field(30.0, ge=0, description="seconds that live sessions may take to end after SIGTERM")
+    health_listen: str = Field(
+        "", description="address that answers for health alone, without TLS; for probes: host:port or unix:/path"
+    )
+    internal_tls_certificate: str = Field(
+        "", description="PEM file with this process's certificate, for routers and the cache service; empty: no TLS"
+    )
+    internal_tls_key: str = Field("", description="PEM file with the private key of that certificate")
+    internal_tls_ca: str = Field(
+        "", description="PEM file with the CA that the other side's certificate must come from"
+    )
+    internal_tls_server_name: str = Field(
+        "", description="name that the cache service's certificate must be for; empty: the host of the address"
+    )
 
     executor_id: str = Field("executor-0", min_length=1, description="name of this executor; a successor keeps it")
     cache_service: str = Field("127.0.0.1:7701", description="address of the cache service: host:port or unix:/path")

@@ -7,6 +7,7 @@ an answer; the stream itself sends the answers in order.
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
@@ -96,13 +97,13 @@ class _Ready:
     description: ExecutorDescription
 
 
-async def start_executor_server(listen: str, servicer: ExecutorServicer, *, enable_reflection: bool) -> ServerParts:
-    """Bind and start; NOT_SERVING. Raises OSError."""
+async def start_executor_server(listen: str, servicer: ExecutorServicer, **options: Any) -> ServerParts:
+    """Bind and start, with options of `octavo.rpc.start_server`; NOT_SERVING. Raises OSError."""
 
     def register(server: grpc.aio.Server) -> None:
         executor_pb2_grpc.add_ExecutorServiceServicer_to_server(servicer, server)
 
-    return await start_server(listen, [(SERVICE_NAME, register)], enable_reflection=enable_reflection)
+    return await start_server(listen, [(SERVICE_NAME, register)], **options)
 
 
 async def _open(host: SessionHost, requests: AsyncIterator[pb.SessionRequest]) -> Opened:

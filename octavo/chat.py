@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from octavo.client import Client, GenerationStream
+from octavo.connection_config import connect
 from octavo.errors import Code, OctavoError
 from octavo.request_config import RequestConfig, describe_refusal, describe_usage, request_options
 from octavo.results import FinishReason
@@ -158,7 +159,7 @@ class Chat:
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code: 1 when no server answers, 2 for bad usage."""
     config = load_settings(ChatConfig, section="chat", program="octavo chat", argv=argv)
-    with Client(config.address, timeout_s=config.timeout_s, retries=config.retries) as client:
+    with connect(config, "octavo chat") as client:
         try:
             models = client.models()
         except OctavoError as error:

@@ -6,12 +6,12 @@ Only what waits is here; requests and results are made in `octavo.messages`, con
 import contextlib
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Unpack
+from typing import Any, Unpack
 
 import grpc
 
 from octavo import messages
-from octavo.client_channel import MAX_RETRIES, channel_options, target_of, translated
+from octavo.client_channel import MAX_RETRIES, Connection, Security, translated
 from octavo.options import GenerateOptions, Messages, Prompt
 from octavo.results import Delta, Event, Generation, GenerationBuilder, ModelInfo, ModelLoad, ServerInfo
 from octavo.v1 import inference_pb2 as pb
@@ -27,16 +27,29 @@ class Client:
         address: `host:port`, `dns:///name:port` (balanced over all its addresses), or `unix:/path`.
         timeout_s: deadline of each call that sets none; None: none.
         retries: times that a refused call is sent again; see `octavo.client_channel`.
+        security: TLS and token, see `octavo.client_channel.Security`.
 
-    Every call raises OctavoError with the server's code, reason and field violations.
+    Raises ValueError where those cannot be used. Every call raises OctavoError with the server's code, reason and field
+    violations.
     """
 
     def __init__(
-        self, address: str = DEFAULT_ADDRESS, *, timeout_s: float | None = None, retries: int = MAX_RETRIES
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        timeout_s: float | None = None,
+        retries: int = MAX_RETRIES,
+        **security: Unpack[Security],
     ) -> None:
-        self._target = target_of(address)
+        connection = Connection(address, security)
+        self._target, self._metadata = connection.target, connection.metadata
         self._timeout_s = timeout_s
-        self._channel = grpc.insecure_channel(self._target, options=channel_options(retries))
+        options, credentials = connection.options(retries), connection.credentials
+        self._channel = (
+            grpc.insecure_channel(self._target, options=options)
+            if credentials is None
+            else grpc.secure_channel(self._target, credentials, options=options)
+        )
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
 
     def __enter__(self) -> "Client":
@@ -59,14 +72,14 @@ class Client:
         """The whole answer to a text, token ids, or the messages of a chat."""
         request = messages.generate_request(pb.GenerateRequest, prompt, options)
         with self._errors():
-            return messages.generation_of(self._stub.Generate(request, timeout=self._deadline(timeout_s)))
+            return messages.generation_of(self._stub.Generate(request, **self._call(timeout_s)))
 
     def stream(
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
     ) -> "GenerationStream":
         """The same answer as events while it is made."""
         request = messages.generate_request(pb.GenerateStreamRequest, prompt, options)
-        call = self._stub.GenerateStream(request, timeout=self._deadline(timeout_s))
+        call = self._stub.GenerateStream(request, **self._call(timeout_s))
         return GenerationStream(call, self._target, request.request_id)
 
     def chat(self, chat: Messages, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]) -> Generation:
@@ -83,7 +96,7 @@ class Client:
         """End a live request, whoever sent it; False when there was none."""
         request = pb.CancelRequest(request_id=request_id)
         with self._errors():
-            return bool(self._stub.Cancel(request, timeout=self._deadline(timeout_s)).was_live)
+            return bool(self._stub.Cancel(request, **self._call(timeout_s)).was_live)
 
     # ---------------------------------------------------------------------------------------------------- text, server
 
@@ -98,7 +111,7 @@ class Client:
         """Token ids of a text or of a chat, as `generate` would compute them."""
         request = messages.tokenize_request(text, model, add_special_tokens)
         with self._errors():
-            return list(self._stub.Tokenize(request, timeout=self._deadline(timeout_s)).token_ids)
+            return list(self._stub.Tokenize(request, **self._call(timeout_s)).token_ids)
 
     def detokenize(
         self,
@@ -111,28 +124,29 @@ class Client:
         """The text of token ids."""
         request = messages.detokenize_request(token_ids, model, skip_special_tokens)
         with self._errors():
-            return str(self._stub.Detokenize(request, timeout=self._deadline(timeout_s)).text)
+            return str(self._stub.Detokenize(request, **self._call(timeout_s)).text)
 
     def models(self, *, timeout_s: float | None = None) -> list[ModelInfo]:
         """The models that are served."""
         with self._errors():
-            response = self._stub.ListModels(pb.ListModelsRequest(), timeout=self._deadline(timeout_s))
+            response = self._stub.ListModels(pb.ListModelsRequest(), **self._call(timeout_s))
         return messages.models_of(response)
 
     def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
         """Version, identity and limits of the router that answers."""
         with self._errors():
-            response = self._stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=self._deadline(timeout_s))
+            response = self._stub.GetServerInfo(pb.GetServerInfoRequest(), **self._call(timeout_s))
         return messages.server_info_of(response)
 
     def load(self, *, timeout_s: float | None = None) -> list[ModelLoad]:
         """How busy each model is."""
         with self._errors():
-            response = self._stub.GetLoad(pb.GetLoadRequest(), timeout=self._deadline(timeout_s))
+            response = self._stub.GetLoad(pb.GetLoadRequest(), **self._call(timeout_s))
         return messages.load_of(response)
 
-    def _deadline(self, timeout_s: float | None) -> float | None:
-        return self._timeout_s if timeout_s is None else timeout_s
+    def _call(self, timeout_s: float | None) -> dict[str, Any]:
+        """What goes with every call."""
+        return {"timeout": self._timeout_s if timeout_s is None else timeout_s, "metadata": self._metadata}
 
     def _errors(self) -> contextlib.AbstractContextManager[None]:
         return translated(self._target)

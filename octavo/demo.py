@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from octavo.async_client import AsyncClient
 from octavo.launch_config import ServeConfig
@@ -34,6 +34,12 @@ class DemoConfig(ServeConfig):
 
     model: str | None = Field("demo", description="what to serve, as octavo serve takes it")
     question: str = Field(QUESTION, description="what to ask when it is ready")
+
+    @model_validator(mode="after")
+    def _check_is_open(self) -> "DemoConfig":
+        if self.router.tls_certificate:
+            raise ValueError("the demo asks its question without TLS; use octavo serve")
+        return self
 
     @classmethod
     def _shared(cls, section: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,9 +8,16 @@ from typing import Any
 from pydantic import Field
 from pydantic_settings import CliPositionalArg
 
-from octavo.client import Client, GenerationStream
+from octavo.client import GenerationStream
+from octavo.connection_config import connect
 from octavo.errors import OctavoError
-from octavo.request_config import INTERRUPTED, RequestConfig, describe_refusal, describe_usage, request_options
+from octavo.request_config import (
+    INTERRUPTED,
+    RequestConfig,
+    describe_refusal,
+    describe_usage,
+    request_options,
+)
 from octavo.settings import load_settings
 
 
@@ -28,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     config = load_settings(GenerateConfig, section="generate", program="octavo generate", argv=argv)
     prompt = sys.stdin.read() if config.prompt in (None, "-") else config.prompt
     try:
-        with Client(config.address, timeout_s=config.timeout_s, retries=config.retries) as client:
+        with connect(config, "octavo generate") as client:
             options = request_options(config)
             with client.stream(_prompt(config, prompt or ""), **options) as stream:
                 _print_answer(stream, config)

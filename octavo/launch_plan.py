@@ -38,23 +38,37 @@ def plan_serve(config: ServeConfig, socket_of: Callable[[str], str]) -> Stages:
     executor_listen = _listen_or(config.executor, socket_of("executor"))
     cache_address, executor_address = connect_address(cache_listen), connect_address(executor_listen)
     restart = RestartPolicy(config.max_restarts)
-    cache = _child("cache-service", config.cache_service, CACHE_HEALTH, {"listen": cache_listen}, restart, config)
+    cache_wiring = {"listen": cache_listen, **_health(config.cache_service, socket_of("cache-health"))}
+    cache = _child("cache-service", config.cache_service, CACHE_HEALTH, cache_wiring, restart, config)
     executor_wiring = {"listen": executor_listen, "cache_service": cache_address}
+    executor_wiring |= _health(config.executor, socket_of("executor-health"))
     executor = _child("executor", config.executor, EXECUTOR_HEALTH, executor_wiring, restart, config)
     router_wiring = {"cache_service": cache_address, "executor": executor_address}
+    router_wiring |= _health(config.router, socket_of("router-health"))
     router = _child("router", config.router, ROUTER_HEALTH, router_wiring, restart, config)
     return [[cache], [executor], [router]]
 
 
-def plan_engine(config: EngineConfig) -> Stages:
-    """Cache service, and all executors, which need it. Raises ValueError as `plan_serve`."""
-    cache = _child("cache-service", config.cache_service, CACHE_HEALTH, {}, RestartPolicy(config.max_restarts), config)
-    return [[cache], [_engine_executor(config, index) for index in range(config.executors)]]
+def plan_engine(config: EngineConfig, socket_of: Callable[[str], str]) -> Stages:
+    """Cache service, and all executors, which need it. As `plan_serve`."""
+    wiring = _health(config.cache_service, socket_of("cache-health"))
+    restart = RestartPolicy(config.max_restarts)
+    cache = _child("cache-service", config.cache_service, CACHE_HEALTH, wiring, restart, config)
+    executors = range(config.executors)
+    return [[cache], [_engine_executor(config, index, socket_of(f"health-{index}")) for index in executors]]
 
 
-def _engine_executor(config: EngineConfig, index: int) -> ChildSpec:
+def _health(options: Any, private_socket: str) -> dict[str, str]:
+    """Where the launcher asks for health in plain text, if the process speaks TLS and the options name no place."""
+    speaks_tls = getattr(options, "tls_certificate", "") or getattr(options, "internal_tls_certificate", "")
+    return {"health_listen": private_socket} if speaks_tls and not options.health_listen else {}
+
+
+def _engine_executor(config: EngineConfig, index: int, health_socket: str) -> ChildSpec:
     wiring = {
         "listen": offset_address(config.executor.listen, index),
+        "health_listen": offset_address(config.executor.health_listen, index),
+        **_health(config.executor, health_socket),
         "metrics_listen": offset_address(config.executor.metrics_listen, index),
         "cache_service": connect_address(config.cache_service.listen),
         "executor_id": f"executor-{index}",
@@ -72,10 +86,14 @@ def _child(
     config: EngineConfig | ServeConfig,
 ) -> ChildSpec:
     module = name.rstrip("-0123456789").replace("-", "_")
+
+    def value_of(option: str) -> Any:
+        return wiring.get(option, getattr(options, option))
+
     return ChildSpec(
         name=name,
         argv=(sys.executable, "-m", module, *arguments_of(options, wiring)),
-        address=connect_address(str(wiring.get("listen", options.listen))),
+        address=connect_address(str(value_of("health_listen") or value_of("listen"))),
         health_service=health_service,
         start_timeout_s=config.start_timeout_s,
         stop_grace_s=options.drain_accept_window_s + options.drain_grace_s + _STOP_MARGIN_S,

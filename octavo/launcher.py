@@ -10,6 +10,8 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable
 
+from cache_service.config import CacheServiceConfig
+from executor.config import ExecutorConfig
 from octavo.child import Child, ChildSpec
 from octavo.errors import OctavoError
 from octavo.launch_config import EngineConfig, ServeConfig
@@ -20,6 +22,8 @@ from octavo.rpc import is_serving
 from octavo.run_directory import RunDirectory
 from octavo.settings import SECTIONS, load_settings
 from octavo.supervisor import HealthProbe, Supervisor
+from octavo.tls import internal_tls, public_tls
+from router.config import RouterConfig
 
 NAME = "octavo"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -44,13 +48,19 @@ def engine(argv: list[str] | None = None) -> int:
     async def on_ready(say: Callable[[str], None]) -> None:
         say(f"ready: cache service at {config.cache_service.listen}, first executor at {config.executor.listen}")
 
-    return _guarded("octavo engine", lambda: run_stages(plan_engine(config), on_ready))
+    def run() -> int:
+        _check_tls(config.cache_service, config.executor)
+        with RunDirectory() as directory:
+            return run_stages(plan_engine(config, directory.socket), on_ready)
+
+    return _guarded("octavo engine", run)
 
 
 def run_serve(config: ServeConfig, on_ready: OnReady) -> int:
     """Serve until a signal; `on_ready` is awaited when the router takes requests. Returns the exit code."""
 
     def run() -> int:
+        _check_tls(config.cache_service, config.executor, config.router)
         with RunDirectory() as directory:
             return run_stages(plan_serve(config, directory.socket), on_ready)
 
@@ -88,6 +98,14 @@ def child_environment(environ: dict[str, str]) -> dict[str, str]:
     prefixes = tuple(f"OCTAVO_{section.upper()}_" for section in SECTIONS)
     kept = {name: value for name, value in environ.items() if not name.startswith(prefixes) and name != "OCTAVO_CONFIG"}
     return {**kept, PREFIXED_VARIABLE: "1", "PYTHONUNBUFFERED": "1"}
+
+
+def _check_tls(*sections: CacheServiceConfig | ExecutorConfig | RouterConfig) -> None:
+    """Say what is wrong with certificates before anything starts. Raises ValueError."""
+    for section in sections:
+        internal_tls(section)
+        if isinstance(section, RouterConfig):
+            public_tls(section)
 
 
 def _guarded(program: str, run: Callable[[], int]) -> int:

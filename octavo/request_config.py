@@ -1,13 +1,14 @@
-"""What the commands that ask a running server have in common: where it is, and the options of a request.
+"""What the commands that ask a running server for answers have in common: the options of a request.
 
-Not here: what values a request may have (the server says that), nor how a command shows the answer.
+Not here: how the server is reached (`octavo.connection_config`), what values a request may have (the server says that),
+nor how a command shows the answer.
 """
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from octavo.client import DEFAULT_ADDRESS
+from octavo.connection_config import ConnectionConfig
 from octavo.errors import Code, OctavoError
 from octavo.options import FIELD_PATHS
 from octavo.results import Generation
@@ -15,14 +16,9 @@ from octavo.results import Generation
 INTERRUPTED = 130  # the exit code by which a shell reports a program that Ctrl-C ended
 
 
-class RequestConfig(BaseModel):
+class RequestConfig(ConnectionConfig):
     """Where to ask, and how the answer is to be made; what is None is left to the server."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    address: str = Field(DEFAULT_ADDRESS, description="router: host:port, dns:///name:port or unix:/path")
-    timeout_s: float | None = Field(None, gt=0, description="seconds until the call fails")
-    retries: int = Field(4, ge=0, le=4, description="times that a refused call is sent again")
     system: str | None = Field(None, description="system message before the prompt; chat only")
     verbose: bool = Field(False, description="print token counts and times to standard error at the end")
 

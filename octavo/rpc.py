@@ -8,6 +8,7 @@ import asyncio
 import functools
 import inspect
 import logging
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
 from octavo.errors import Code, FieldViolation, OctavoError
+from octavo.secure_channel import SecureChannel
+from octavo.tls import TlsMaterial, TlsSource
 
 log = logging.getLogger(__name__)
 
@@ -200,9 +203,26 @@ def _internal() -> OctavoError:
 # ------------------------------------------------------------------------------------------------ channels and servers
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to `host:port`, `unix:/path` or `dns:///name:port`, with the options all of Octavo uses."""
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+def is_unix(address: str) -> bool:
+    """Whether an address is a Unix socket, which file permissions protect, and TLS does not."""
+    return address.startswith("unix:")
+
+
+def open_channel(address: str, tls: TlsSource | None = None, server_name: str = "") -> grpc.aio.Channel:
+    """A channel to `host:port`, `unix:/path` or `dns:///name:port`, with the options all of Octavo uses.
+
+    Args:
+        tls: certificates, followed when they change; not used on a Unix socket.
+        server_name: what the server's certificate must be for; empty: the host of the address.
+    """
+    if tls is None or is_unix(address):
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    override = (("grpc.ssl_target_name_override", server_name),) if server_name else ()
+
+    def make(credentials: grpc.ChannelCredentials) -> grpc.aio.Channel:
+        return grpc.aio.secure_channel(address, credentials, options=(*CHANNEL_OPTIONS, *override))
+
+    return SecureChannel(tls, make)
 
 
 async def is_serving(address: str, service_name: str, timeout_s: float = 2.0) -> bool:
@@ -224,6 +244,8 @@ class ServerParts:
     health: health.aio.HealthServicer
     service_names: tuple[str, ...]
     port: int  # bound TCP port; 0 for a Unix socket
+    health_server: grpc.aio.Server | None = None
+    health_port: int = 0  # as `port`, of the address that answers for health alone
 
     async def set_serving(self, serving: bool) -> None:
         """Health of every service and of the whole server ("")."""
@@ -235,7 +257,13 @@ class ServerParts:
         """NOT_SERVING at once; new calls are accepted for the window (balancers need it); then finish within grace."""
         await self.set_serving(False)
         await asyncio.sleep(accept_window_s)
+        await self.stop(grace_s)
+
+    async def stop(self, grace_s: float | None) -> None:
+        """End every call within grace, then the answers about health."""
         await self.server.stop(grace_s)
+        if self.health_server is not None:
+            await self.health_server.stop(None)
 
 
 async def start_server(
@@ -245,6 +273,8 @@ async def start_server(
     enable_reflection: bool = True,
     extra_options: Sequence[tuple[str, Any]] = (),
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    tls: TlsSource | None = None,
+    health_listen: str = "",
 ) -> ServerParts:
     """Bind, register, start. Health is NOT_SERVING until the caller says otherwise.
 
@@ -253,9 +283,12 @@ async def start_server(
         services: (full service name, a function that adds its servicer to a server).
         extra_options: gRPC server options that this server alone has.
         interceptors: run outside of the error interceptor.
+        tls: certificates, followed when they change; not used on a Unix socket.
+        health_listen: where health, and nothing else, is answered without TLS and to everybody; empty: nowhere. Probes
+            of Kubernetes speak no TLS.
 
     Raises:
-        OSError: the address is taken or not ours.
+        OSError: an address is taken or not ours.
     """
     server = grpc.aio.server(
         options=(*SERVER_OPTIONS, *extra_options), interceptors=(*interceptors, ErrorInterceptor())
@@ -267,11 +300,58 @@ async def start_server(
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     if enable_reflection:
         reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    try:
-        port = server.add_insecure_port(listen)
-    except RuntimeError as error:
-        raise OSError(f"cannot listen on {listen}: {error}") from error
-    parts = ServerParts(server, health_servicer, names, 0 if listen.startswith("unix:") else port)
+    port = _bind(server, listen, tls)
+    health_server, health_port = None, 0
+    if health_listen:
+        health_server = grpc.aio.server(options=SERVER_OPTIONS)
+        health_pb2_grpc.add_HealthServicer_to_server(health_servicer, health_server)
+        health_port = _bind(health_server, health_listen, None)
+    parts = ServerParts(server, health_servicer, names, port, health_server, health_port)
     await parts.set_serving(False)
     await server.start()
+    if health_server is not None:
+        await health_server.start()
     return parts
+
+
+def _bind(server: grpc.aio.Server, listen: str, tls: TlsSource | None) -> int:
+    """The TCP port; 0 for a Unix socket, which no other user can connect to."""
+    try:
+        if is_unix(listen):
+            _bind_private(server, listen)
+            return 0
+        if tls is None:
+            return server.add_insecure_port(listen)
+        return server.add_secure_port(listen, _server_credentials(tls))
+    except (RuntimeError, OSError) as error:
+        raise OSError(f"cannot listen on {listen}: {error}") from error
+
+
+def _bind_private(server: grpc.aio.Server, listen: str) -> None:
+    # gRPC makes the socket with the umask of the process: never, not even for a moment, may others connect.
+    before = os.umask(0o077)
+    try:
+        server.add_insecure_port(listen)
+    finally:
+        os.umask(before)
+    os.chmod(listen.removeprefix("unix:"), 0o600)
+
+
+def _server_credentials(tls: TlsSource) -> grpc.ServerCredentials:
+    """gRPC asks before each handshake whether there are others by now."""
+
+    shown = tls.latest()
+
+    def renewed() -> Any:
+        nonlocal shown
+        before, shown = shown, tls.latest()
+        return None if shown is before else _configuration(shown)  # None: go on with those of before
+
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(shown), renewed, require_client_authentication=tls.asks_for_certificates
+    )
+
+
+def _configuration(material: TlsMaterial) -> grpc.ServerCertificateConfiguration:
+    pair: Any = (material.key, material.certificate)  # a server has both
+    return grpc.ssl_server_certificate_configuration([pair], material.ca)

@@ -14,7 +14,7 @@ from types import TracebackType
 PREFIX = "octavo-"
 LOCK = "lock"
 MAX_SOCKET_PATH_BYTES = 107  # of sockaddr_un, without the final zero
-_LONGEST_NAME = "cache-service.sock"
+_LONGEST_NAME = "executor-health.sock"
 
 
 class RunDirectory:

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from octavo.client import DEFAULT_ADDRESS, Client
+from octavo.connection_config import ConnectionConfig, connect
 from octavo.errors import OctavoError
 from octavo.request_config import describe_refusal
 from octavo.settings import load_settings
@@ -24,17 +24,15 @@ from octavo.settings import load_settings
 BLOCK_STATES = ("free", "cached", "used", "fenced", "reserved")
 
 
-class StatsConfig(BaseModel):
+class StatsConfig(ConnectionConfig):
     """One look at a running stack: models, load, KV blocks, prefix cache, steps."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    address: str = Field(DEFAULT_ADDRESS, description="router: host:port, dns:///name:port or unix:/path")
     executor_metrics: str = Field("127.0.0.1:9702", description="host:port of the executor's metrics; empty: none")
     cache_service_metrics: str = Field(
         "127.0.0.1:9701", description="host:port of the cache service's metrics; empty: none"
     )
-    timeout_s: float = Field(5.0, gt=0, description="seconds until each of them must have answered")
+    timeout_s: float | None = Field(5.0, gt=0, description="seconds until each of them must have answered")
+    retries: int = Field(0, ge=0, le=4, description="times that a refused call is sent again")
     json_output: bool = Field(False, description="print one JSON object instead")
 
 
@@ -70,7 +68,7 @@ def look(config: StatsConfig) -> dict[str, Any]:
     Raises:
         OctavoError: the router does not answer.
     """
-    with Client(config.address, timeout_s=config.timeout_s, retries=0) as client:
+    with connect(config, "octavo stats") as client:
         server, models = client.server_info(), client.models()
         load = {one.name: dataclasses.asdict(one) for one in client.load()}
     found: dict[str, Any] = {
@@ -90,7 +88,7 @@ def look(config: StatsConfig) -> dict[str, Any]:
     return found
 
 
-def scrape(address: str, timeout_s: float) -> Samples:
+def scrape(address: str, timeout_s: float | None) -> Samples:
     """The metrics served there. Raises OSError where nobody serves any, ValueError where something else is served."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=timeout_s) as response:
         return Samples(response.read().decode("utf-8"))

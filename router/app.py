@@ -10,6 +10,7 @@ from pathlib import Path
 
 from octavo.metrics import MetricsServer, start_metrics_server
 from octavo.rpc import ServerParts, start_server
+from octavo.tls import public_tls
 from router.config import RouterConfig
 from router.fleet import Fleet
 from router.metrics import RouterMetrics
@@ -30,10 +31,14 @@ class Router:
 
     Attributes:
         port: TCP port of the public API; 0 for a Unix socket.
+
+    Raises:
+        ValueError: TLS options that do not go together, or files that cannot be used.
     """
 
     def __init__(self, config: RouterConfig, load: LoadTokenizer = load_tokenizer) -> None:
         self._config = config
+        self._tls = public_tls(config)
         self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
         self._trace = _trace_of(config)
         self.metrics = RouterMetrics(lambda: self.fleet.links, self._trace)
@@ -65,6 +70,8 @@ class Router:
                 ("grpc.http2.ping_timeout_ms", keepalive_ms // 3),
             ),
             interceptors=(AccountingInterceptor(self.metrics.on_call),),
+            tls=self._tls,
+            health_listen=self._config.health_listen,
         )
         if self._config.metrics_listen:
             self._metrics_server = start_metrics_server(self.metrics.registry, self._config.metrics_listen)
@@ -74,6 +81,11 @@ class Router:
     @property
     def port(self) -> int:
         return self._server.port if self._server else 0
+
+    @property
+    def health_port(self) -> int:
+        """Of the address that answers for health alone; 0: none, or a Unix socket."""
+        return self._server.health_port if self._server else 0
 
     @property
     def metrics_port(self) -> int:
@@ -101,7 +113,7 @@ class Router:
             await self._server.set_serving(False)
         await self.fleet.close()
         if self._server is not None:
-            await self._server.server.stop(STOP_GRACE_S)
+            await self._server.stop(STOP_GRACE_S)
         if self._metrics_server is not None:
             self._metrics_server.close()
         if self._trace is not None:

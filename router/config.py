@@ -30,6 +30,25 @@ class RouterConfig(BaseModel):
     )
     drain_grace_s: float = Field(30.0, ge=0, description="seconds that live requests may go on after that")
 
+    tls_certificate: str = Field("", description="PEM file with the public API's certificate chain; empty: no TLS")
+    tls_key: str = Field("", description="PEM file with the private key of that certificate")
+    tls_client_ca: str = Field(
+        "", description="PEM file with the CA that clients' certificates must come from; empty: clients need none"
+    )
+    health_listen: str = Field(
+        "", description="address that answers for health alone, without TLS; for probes: host:port or unix:/path"
+    )
+    internal_tls_certificate: str = Field(
+        "", description="PEM file with this process's certificate, for executors and cache services; empty: no TLS"
+    )
+    internal_tls_key: str = Field("", description="PEM file with the private key of that certificate")
+    internal_tls_ca: str = Field(
+        "", description="PEM file with the CA that the other side's certificate must come from"
+    )
+    internal_tls_server_name: str = Field(
+        "", description="name that their certificates must be for; empty: the host of the address"
+    )
+
     cache_service: str = Field("127.0.0.1:7701", description="address of the cache service")
     executor: str = Field("127.0.0.1:7702", description="address of the executor")
     engines: tuple[EngineAddress, ...] = Field(

@@ -14,6 +14,7 @@ from enum import Enum, auto
 from typing import Any
 
 from octavo.errors import Code, OctavoError
+from octavo.tls import internal_tls
 from router import refusals
 from router.backend import Backend
 from router.backoff import Backoff
@@ -111,9 +112,13 @@ class Link:
         self.is_ready = False
         self._common = common
         self._config = config
-        self._executor = ExecutorClient(address.executor)
+        tls, server_name = internal_tls(config), config.internal_tls_server_name
+        self._executor = ExecutorClient(address.executor, tls, server_name)
         self._cache_address = address.cache_service
-        self._cache = CacheClient(address.cache_service, self.client_id, config.lease_ttl_s, config.recovery_grace_s)
+        patience_s = config.recovery_grace_s
+        self._cache = CacheClient(
+            address.cache_service, self.client_id, config.lease_ttl_s, patience_s, tls, server_name
+        )
         self._life: _Life | None = None
         self._task: asyncio.Task[None] | None = None
         self._session: Session | None = None

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from octavo.errors import Code, OctavoError
 from octavo.rpc import ServerParts, open_channel, start_server
+from octavo.tls import TlsSource
 from octavo.v1 import cache_pb2, cache_pb2_grpc, executor_pb2, executor_pb2_grpc
 
 BLOCK_SIZE = 4
@@ -141,6 +142,7 @@ class FakeExecutor:
     executor_id: str = "fake"
     model_name: str = "scripted"
     fingerprint: str = FINGERPRINT
+    tls: TlsSource | None = None
     draws: bool = False  # whether rows with a temperature draw among the candidates
     arena: Places = field(default_factory=dict)
     hooks: Hooks = field(default_factory=Hooks)
@@ -157,7 +159,7 @@ class FakeExecutor:
 
     async def start(self) -> None:
         """Register at the cache service and listen."""
-        self._channel = open_channel(self.cache_address)
+        self._channel = open_channel(self.cache_address, self.tls)
         self._cache = cache_pb2_grpc.BlockManagerServiceStub(self._channel)
         layer = cache_pb2.LayerGeometry(num_kv_heads=1, k_head_dim=64, v_head_dim=64)
         block_bytes = 2 * 64 * 4 * BLOCK_SIZE
@@ -182,6 +184,7 @@ class FakeExecutor:
                     lambda server: executor_pb2_grpc.add_ExecutorServiceServicer_to_server(servicer, server),
                 )
             ],
+            tls=self.tls,
         )
 
     async def stop(self) -> None:

@@ -15,6 +15,7 @@ from executor.arena import ArenaLayout, KvGeometry, LayerGeometry, LayerLayout, 
 from executor.ids import RouterEpoch, RouterId, SessionId
 from octavo import rpc
 from octavo.errors import Code, OctavoError
+from octavo.tls import TlsSource
 from octavo.v1 import cache_pb2, cache_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -52,10 +53,12 @@ class ArenaGrant:
 class CacheClient:
     """Calls on one channel. Every method raises OctavoError as the cache service says it, or UNAVAILABLE."""
 
-    def __init__(self, address: str, registration: Registration) -> None:
+    def __init__(
+        self, address: str, registration: Registration, tls: TlsSource | None = None, server_name: str = ""
+    ) -> None:
         self._address = address
         self._registration = registration
-        self._channel = rpc.open_channel(address)
+        self._channel = rpc.open_channel(address, tls, server_name)
         self._stub = cache_pb2_grpc.BlockManagerServiceStub(self._channel)
         self._epoch = 0
 

@@ -15,6 +15,7 @@ from google.rpc import status_pb2
 
 from octavo.errors import Code, OctavoError
 from octavo.rpc import error_of, error_of_call, open_channel
+from octavo.tls import TlsSource
 from octavo.v1 import cache_pb2, cache_pb2_grpc
 from router.ids import BlockId, SessionKey, StepId
 from router.model import Model
@@ -54,9 +55,17 @@ class Lease:
 class CacheClient:
     """The cache service at an address."""
 
-    def __init__(self, address: str, client_id: str, ttl_s: float, patience_s: float) -> None:
+    def __init__(
+        self,
+        address: str,
+        client_id: str,
+        ttl_s: float,
+        patience_s: float,
+        tls: TlsSource | None = None,
+        server_name: str = "",
+    ) -> None:
         """patience_s: how long a message of a lease is sent again before the lease is given up."""
-        self._channel = open_channel(address)
+        self._channel = open_channel(address, tls, server_name)
         self._stub = cache_pb2_grpc.BlockManagerServiceStub(self._channel)
         self._client_id = client_id
         self._ttl_s = ttl_s

@@ -7,6 +7,7 @@ import grpc
 
 from octavo.errors import Code, OctavoError
 from octavo.rpc import error_of_call, open_channel
+from octavo.tls import TlsSource
 from octavo.v1 import executor_pb2, executor_pb2_grpc
 from router.clients.step_messages import outcome_of, step_message
 from router.ids import SessionKey
@@ -19,8 +20,8 @@ CALL_TIMEOUT_S = 5.0
 class ExecutorClient:
     """One executor at an address."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = open_channel(address)
+    def __init__(self, address: str, tls: TlsSource | None = None, server_name: str = "") -> None:
+        self._channel = open_channel(address, tls, server_name)
         self._stub = executor_pb2_grpc.ExecutorServiceStub(self._channel)
 
     async def describe(self) -> Model:

@@ -25,16 +25,26 @@ FOUNDATION = {
     "metrics",
     "model_source",
     "conversion_cache",
+    "tls",
+    "secure_channel",
+    "tokens",
 }
 CLIENT = {"client", "async_client", "client_channel", "messages", "options", "results"}
 ROOF = {
     *("cli", "launcher", "launch_config", "launch_plan", "supervisor", "child", "guard", "run_directory"),
-    *("prefixed_log", "demo", "generate", "chat", "stats", "request_config"),
+    *("prefixed_log", "demo", "generate", "chat", "stats", "request_config", "connection_config"),
 }
 
 MAY_SPEAK_GRPC = (
-    *("octavo/rpc.py", "octavo/client.py", "octavo/async_client.py", "octavo/client_channel.py", "octavo/messages.py"),
-    *("*/servicer*.py", "*/servicer/*.py", "*/clients/*.py", "*/client.py"),
+    *(
+        "octavo/rpc.py",
+        "octavo/secure_channel.py",
+        "octavo/client.py",
+        "octavo/async_client.py",
+        "octavo/client_channel.py",
+        "octavo/messages.py",
+    ),
+    *("octavo/secure_channel.py", "*/servicer*.py", "*/servicer/*.py", "*/clients/*.py", "*/client.py"),
 )
 
 

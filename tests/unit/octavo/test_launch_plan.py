@@ -31,7 +31,7 @@ def test_serve_is_three_stages_joined_by_private_sockets():
 
 
 def test_whatever_dies_is_restarted():
-    stages = [*serve(max_restarts=7), *plan_engine(EngineConfig(max_restarts=7))]
+    stages = [*serve(max_restarts=7), *plan_engine(EngineConfig(max_restarts=7), socket_of)]
     assert [child.restart for stage in stages for child in stage] == [RestartPolicy(7)] * 5
 
 
@@ -77,7 +77,7 @@ def test_port_that_nobody_could_know_is_refused():
 
 
 def test_engine_numbers_its_executors():
-    [[cache], executors] = plan_engine(EngineConfig.model_validate({"executors": 2, "model": "m"}))
+    [[cache], executors] = plan_engine(EngineConfig.model_validate({"executors": 2, "model": "m"}), socket_of)
     assert cache.address == "127.0.0.1:7701"
     assert [spec.name for spec in executors] == ["executor-0", "executor-1"]
     assert [spec.address for spec in executors] == ["127.0.0.1:7702", "127.0.0.1:7703"]
@@ -127,3 +127,26 @@ def test_restarts_wait_longer_each_time_and_end():
     assert [history.next_delay_s(now_s) for now_s in (0, 1, 2, 3)] == [1, 2, 3, 3]
     assert history.next_delay_s(50) is None
     assert history.next_delay_s(100.5) == 3  # the first is forgotten
+
+
+def test_processes_that_speak_tls_are_asked_for_health_on_a_private_socket():
+    files = {f"internal_tls_{name}": f"/tls/{name}.pem" for name in ("certificate", "key", "ca")}
+    config = {"executors": 2, "cache_service": files, "executor": files}
+    [[cache], [first, second]] = plan_engine(EngineConfig.model_validate(config), socket_of)
+    assert (cache.address, first.address, second.address) == tuple(
+        f"unix:/run/{name}.sock" for name in ("cache-health", "health-0", "health-1")
+    )
+    assert "--health-listen=unix:/run/health-1.sock" in second.argv
+    assert "--internal-tls-key=/tls/key.pem" in second.argv
+    [_, [executor], [router]] = serve(router={"tls_certificate": "/tls/c.pem", "tls_key": "/tls/k.pem"})
+    assert router.address == "unix:/run/router-health.sock"
+    assert executor.address == "unix:/run/executor.sock"
+
+
+def test_where_health_is_answered_by_choice_it_is_asked():
+    [_, _, [router]] = serve(router={"health_listen": "0.0.0.0:7790"})
+    assert router.address == "127.0.0.1:7790"
+    assert "--health-listen=0.0.0.0:7790" in router.argv
+    config = EngineConfig.model_validate({"executors": 2, "executor": {"health_listen": "127.0.0.1:7790"}})
+    [_, [first, second]] = plan_engine(config, socket_of)
+    assert (first.address, second.address) == ("127.0.0.1:7790", "127.0.0.1:7791")
