@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from cache_service.managed_arena import ManagedArena
+from cache_service.registry import Executor
 from cache_service.service import CacheService
 from cache_service.times import DurationHistogram
 
@@ -38,7 +39,7 @@ class CacheServiceCollector(Collector):
         arenas = self._service.arenas()
         yield _blocks(arenas)
         yield GaugeMetricFamily("octavo_kv_leases", "Live leases.", value=self._service.num_leases)
-        yield GaugeMetricFamily("octavo_kv_executors", "Registered executors alive.", value=self._service.num_executors)
+        yield from _executors(self._service.executors())
         yield _sequences(arenas)
         yield _config_info(arenas)
         yield from _counters(arenas)
@@ -56,6 +57,20 @@ def _blocks(arenas: list[ManagedArena]) -> Metric:
         for state in STATES:
             family.add_metric([_name(arena), state], getattr(stats, f"{state}_blocks"))
     return family
+
+
+def _executors(executors: list[Executor]) -> Iterator[Metric]:
+    up = GaugeMetricFamily("octavo_executor_up", "Whether the executor's process is alive.", labels=["executor"])
+    restarts = CounterMetricFamily(
+        "octavo_executor_restarts", "Processes that took an earlier one's place.", labels=["executor"]
+    )
+    for executor in executors:
+        up.add_metric([executor.executor_id], executor.is_alive)
+        restarts.add_metric([executor.executor_id], executor.num_restarts)
+    num_alive = sum(executor.is_alive for executor in executors)
+    yield GaugeMetricFamily("octavo_kv_executors", "Registered executors alive.", value=num_alive)
+    yield up
+    yield restarts
 
 
 def _sequences(arenas: list[ManagedArena]) -> Metric:

@@ -41,6 +41,7 @@ class Executor:
     process: Process
     pid: int
     is_alive: bool = True
+    num_restarts: int = 0  # processes of this id before
     owner_of: dict[int, LeaseId] = field(default_factory=dict)  # open session id -> lease it runs for
     closed: IdRanges = field(default_factory=IdRanges)  # session ids that are over
 
@@ -81,10 +82,6 @@ class ExecutorRegistry:
     def __iter__(self) -> Iterator[Executor]:
         return iter(list(self._executors.values()))
 
-    @property
-    def num_alive(self) -> int:
-        return sum(executor.is_alive for executor in list(self._executors.values()))
-
     def find(self, executor_id: str) -> Executor | None:
         return self._executors.get(executor_id)
 
@@ -101,7 +98,10 @@ class ExecutorRegistry:
     def admit(self, executor_id: str, arena_id: str, process: Process, pid: int, unix_ms: int) -> Executor:
         """A new epoch, higher than any before of this id, which must not be alive."""
         epoch = self._last_epoch = grant_epoch(self._last_epoch, unix_ms)
-        executor = self._executors[executor_id] = Executor(executor_id, epoch, arena_id, process, pid)
+        earlier = self._executors.get(executor_id)
+        executor = Executor(executor_id, epoch, arena_id, process, pid)
+        executor.num_restarts = earlier.num_restarts + 1 if earlier else 0
+        self._executors[executor_id] = executor
         return executor
 
     def restore(self, executor: Executor, last_epoch: int) -> None:

@@ -43,9 +43,9 @@ class CacheService:
     def num_leases(self) -> int:
         return len(self._leases)
 
-    @property
-    def num_executors(self) -> int:
-        return self._registry.num_alive
+    def executors(self) -> list[Executor]:
+        """The last process of every executor id that ever registered."""
+        return list(self._registry)
 
     def arenas(self) -> list[ManagedArena]:
         return list(self._arenas)

@@ -280,7 +280,7 @@ class BlockManagerServicer(cache_pb2_grpc.BlockManagerServiceServicer):
             for arena in arenas
         ]
         return cache_pb2.GetStatsResponse(
-            arenas=stats, num_leases=service.num_leases, num_executors=service.num_executors
+            arenas=stats, num_leases=service.num_leases, num_executors=sum(one.is_alive for one in service.executors())
         )
 
     def _now(self) -> float:

@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 ERROR_DOMAIN = "octavo"
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
+# A health name that is SERVING as long as the event loop answers, drain or not: "restart it" and "send it no calls" are
+# two things to say.
+LIVENESS = "liveness"
 
 # Servers take a ping every 10 s, also between calls: the default punishes more than one in 300 s with GOAWAY.
 SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
@@ -276,7 +279,7 @@ async def start_server(
     tls: TlsSource | None = None,
     health_listen: str = "",
 ) -> ServerParts:
-    """Bind, register, start. Health is NOT_SERVING until the caller says otherwise.
+    """Bind, register, start. Health is NOT_SERVING until the caller says otherwise, but for `LIVENESS`.
 
     Args:
         listen: `host:port` (port 0: any) or `unix:/path`.
@@ -308,6 +311,7 @@ async def start_server(
         health_port = _bind(health_server, health_listen, None)
     parts = ServerParts(server, health_servicer, names, port, health_server, health_port)
     await parts.set_serving(False)
+    await health_servicer.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
     await server.start()
     if health_server is not None:
         await health_server.start()

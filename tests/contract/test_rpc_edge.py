@@ -124,11 +124,13 @@ async def test_health_follows_set_serving_and_drain_accepts_calls_in_its_window(
 
     serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
     assert [await status(SERVICE), await status("")] == [not_serving, not_serving]
+    assert await status(rpc.LIVENESS) == serving, "not to be restarted because it is not ready"
     await parts.set_serving(True)
     assert [await status(SERVICE), await status("")] == [serving, serving]
     drain = asyncio.create_task(parts.drain(accept_window_s=0.5, grace_s=1))
     await asyncio.sleep(0.1)
     assert await status(SERVICE) == not_serving
+    assert await status(rpc.LIVENESS) == serving, "not to be restarted because it drains"
     await drain
     with pytest.raises(grpc.aio.AioRpcError):
         await status(SERVICE)

@@ -185,6 +185,29 @@ def test_metrics_are_those_of_the_state_at_the_scrape() -> None:
     assert "octavo_kv_leases 0.0" in text
 
 
+def test_an_executor_that_died_is_told_apart_from_one_that_came_back() -> None:
+    driver = InProcessDriver()
+    registry = make_registry(driver.service)
+
+    def read() -> tuple[float | None, float | None, float | None]:
+        labels = {"executor": "e"}
+        return (
+            registry.get_sample_value("octavo_executor_up", labels),
+            registry.get_sample_value("octavo_executor_restarts_total", labels),
+            registry.get_sample_value("octavo_kv_executors"),
+        )
+
+    assert read() == (None, None, 0)
+    driver.register("e", 8, 4)
+    assert read() == (1, 0, 1)
+    driver.kill_executor("e")
+    assert read() == (0, 0, 0)
+    driver.register("e", 8, 4)
+    driver.kill_executor("e")
+    driver.register("e", 8, 4)
+    assert read() == (1, 2, 1)
+
+
 def test_options_that_contradict_are_refused() -> None:
     with pytest.raises(ValidationError, match="min_lease_ttl_s"):
         CacheServiceConfig(min_lease_ttl_s=60.0)
