@@ -138,9 +138,9 @@ async def test_stats_of_a_stack(stack: Stack) -> None:
 async def test_stats_read_the_cache_services_own_metrics(stack: Stack) -> None:
     for _ in range(2):
         await stack.generate("a prompt of more than one block, <assistant>")
+    arena = await stack.settle()  # the last release may be on its way
     text = generate_latest(make_registry(stack.cache_app.service)).decode()
     cache = kv_cache_of(Samples(text))
-    arena = await stack.arena()
     assert cache["blocks"]["free"] == arena.free_blocks
     assert sum(cache["blocks"].values()) == arena.total_blocks
     assert cache["prefix_hit_ratio"] == arena.hit_tokens / arena.queried_tokens > 0
