@@ -12,6 +12,7 @@ from functools import partial
 
 from cache_service.arena import create_arena, reclaim_stale
 from cache_service.config import CacheServiceConfig
+from cache_service.device_arena import create_device_arena
 from cache_service.expiry import Expiry
 from cache_service.geometry import KvGeometry
 from cache_service.inheritance import inherit
@@ -20,6 +21,7 @@ from cache_service.metrics import make_registry
 from cache_service.process import Watched, watch_again, watch_process
 from cache_service.service import CacheService
 from cache_service.servicer import BlockManagerServicer, Clock, MakeArena, start_cache_server
+from octavo.cuda_driver import load_driver, parse_ordinal
 from octavo.metrics import start_metrics_server
 from octavo.rpc import ServerParts
 from octavo.tls import internal_tls
@@ -48,7 +50,7 @@ class RunningApp:
 
 
 def outside_of(config: CacheServiceConfig) -> Outside:
-    """The real outside: POSIX shared memory, pidfds, the clocks of this machine."""
+    """The real outside: POSIX shared memory, memory of GPUs, pidfds, the clocks of this machine."""
     directory, owner = config.shared_memory_dir, _name_of(config.listen)
     return Outside(
         make_arena=partial(_make_arena, directory, owner),
@@ -67,6 +69,8 @@ def _name_of(listen: str) -> str:
 def _make_arena(
     directory: str, owner: str, arena_id: str, model_fingerprint: str, geometry: KvGeometry, kv_bytes: int
 ) -> ArenaMemory:
+    if parse_ordinal(arena_id) is not None:
+        return create_device_arena(arena_id, model_fingerprint, geometry, kv_bytes, driver=load_driver())
     reclaim_stale(directory)  # segments whose last holder died since the start
     return create_arena(arena_id, model_fingerprint, geometry, kv_bytes, directory=directory, owner=owner)
 

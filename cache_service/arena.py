@@ -103,7 +103,9 @@ def create_arena(
         OctavoError: INVALID_ARGUMENT, or RESOURCE_EXHAUSTED ARENA_TOO_LARGE.
     """
     if not re.fullmatch(r"cpu(:\d+)?", arena_id):
-        raise invalid_argument(FieldViolation("arena_id", f"is {arena_id!r}; this cache service has cpu or cpu:N"))
+        raise invalid_argument(
+            FieldViolation("arena_id", f"is {arena_id!r}; this cache service has cpu, cpu:N or cuda:N")
+        )
     check_geometry(geometry)
     layout = lay_out(geometry)
     num_blocks = count_blocks(layout, kv_bytes)

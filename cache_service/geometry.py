@@ -67,6 +67,15 @@ class ArenaLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class CudaHandle:
+    """Where an arena in a GPU's memory is handed out."""
+
+    socket: str  # name in the abstract namespace
+    memory_id: str
+    device_uuid: str
+
+
+@dataclass(frozen=True, slots=True)
 class ArenaDescription:
     """All that a process needs to know to use an arena."""
 
@@ -75,8 +84,9 @@ class ArenaDescription:
     geometry: KvGeometry
     num_blocks: int  # block 0, reserved, included
     layout: ArenaLayout
-    path: str
+    path: str  # empty for memory of a device
     size_bytes: int
+    cuda: CudaHandle | None = None  # None: a segment of shared memory
 
 
 def check_geometry(geometry: KvGeometry) -> None:

@@ -196,6 +196,16 @@ def arena_too_large(needed_bytes: int, free_bytes: int, where: str) -> OctavoErr
     )
 
 
+def arena_too_large_for_device(needed_bytes: int, total_bytes: int, ordinal: int) -> OctavoError:
+    return OctavoError(
+        Code.RESOURCE_EXHAUSTED,
+        "ARENA_TOO_LARGE",
+        f"the arena needs {needed_bytes} bytes, more than is free of the {total_bytes} that cuda:{ordinal} has; "
+        "ask for fewer KV bytes, or end what else uses the device",
+        metadata=_numbers(needed_bytes=needed_bytes, total_bytes=total_bytes),
+    )
+
+
 def _session(session: SessionKey) -> dict[str, str]:
     return {field: str(value) for field, value in session._asdict().items()}
 

@@ -6,6 +6,7 @@ Here belongs translation, and the refusal of what cannot be translated. Not here
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from typing import Any
 
 from google.rpc import status_pb2
 
@@ -193,8 +194,14 @@ def arena_message(arena: ArenaDescription) -> cache_pb2.Arena:
         ),
         num_blocks=arena.num_blocks,
         layout=layout,
-        posix=cache_pb2.PosixSharedMemory(path=arena.path, size_bytes=arena.size_bytes),
+        **_handle_of(arena),
     )
+
+
+def _handle_of(arena: ArenaDescription) -> dict[str, Any]:
+    if arena.cuda is None:
+        return {"posix": cache_pb2.PosixSharedMemory(path=arena.path, size_bytes=arena.size_bytes)}
+    return {"cuda": cache_pb2.CudaMemory(size_bytes=arena.size_bytes, **asdict(arena.cuda))}
 
 
 def _layer_message(layer: LayerLayout) -> cache_pb2.LayerLayout:

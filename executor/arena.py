@@ -64,6 +64,16 @@ class ArenaLayout:
     layers: tuple[LayerLayout, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class CudaMemory:
+    """Where the memory of a GPU is to be had."""
+
+    socket: str  # name in the abstract namespace
+    memory_id: str
+    size_bytes: int
+    device_uuid: str
+
+
 class Arena:
     """A mapped arena.
 
@@ -98,6 +108,10 @@ class Arena:
             for layer, where in zip(geometry.layers, layout.layers, strict=True)
         )
         self._lock = lock
+
+    def lost_reason(self) -> str | None:
+        """Why the memory must not be used any more; None: it is sound."""
+        return None
 
     def close(self) -> None:
         """Let go of the lock. The memory stays mapped as long as a view of it lives."""

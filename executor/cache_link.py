@@ -54,8 +54,8 @@ class CacheLink:
             if error.code is not Code.UNAVAILABLE:
                 self._on_replaced(f"the cache service refuses this executor: {error.message}")
             raise
-        if (grant.path, grant.executor_epoch) != (self._grant.path, self._grant.executor_epoch):
-            self._on_replaced(f"the cache service has another arena now, {grant.path}")
+        if (grant.memory_id, grant.executor_epoch) != (self._grant.memory_id, self._grant.executor_epoch):
+            self._on_replaced(f"the cache service has another arena now, {grant.memory_id}")
             return
         log.info("the cache service is back, with the same arena")
         self._lost = False

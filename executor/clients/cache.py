@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import grpc
 
-from executor.arena import ArenaLayout, KvGeometry, LayerGeometry, LayerLayout, TensorLayout
+from executor.arena import ArenaLayout, CudaMemory, KvGeometry, LayerGeometry, LayerLayout, TensorLayout
 from executor.ids import RouterEpoch, RouterId, SessionId
 from octavo import rpc
 from octavo.errors import Code, OctavoError
@@ -48,6 +48,12 @@ class ArenaGrant:
     size_bytes: int
     layout: ArenaLayout
     geometry: KvGeometry
+    cuda: CudaMemory | None = None  # None: the segment at `path`
+
+    @property
+    def memory_id(self) -> str:
+        """Tells this memory from any other."""
+        return self.cuda.memory_id if self.cuda else self.path
 
 
 class CacheClient:
@@ -146,10 +152,12 @@ def _geometry_message(geometry: KvGeometry) -> cache_pb2.KvGeometry:
 
 def _grant_of(response: cache_pb2.RegisterExecutorResponse) -> ArenaGrant:
     arena = response.arena
-    if arena.WhichOneof("handle") != "posix":
+    kind = arena.WhichOneof("handle")
+    if kind not in ("posix", "cuda"):
         raise OctavoError(
-            Code.FAILED_PRECONDITION, "ARENA_UNUSABLE", "the arena is not POSIX shared memory, the one kind mapped here"
+            Code.FAILED_PRECONDITION, "ARENA_UNUSABLE", "the arena is of a kind of memory that is not known here"
         )
+    cuda = arena.cuda
     layers = tuple(LayerLayout(_tensor_of(layer.k), _tensor_of(layer.v)) for layer in arena.layout.layers)
     geometry = KvGeometry(
         arena.geometry.block_size,
@@ -159,9 +167,10 @@ def _grant_of(response: cache_pb2.RegisterExecutorResponse) -> ArenaGrant:
     return ArenaGrant(
         executor_epoch=response.executor_epoch,
         path=arena.posix.path,
-        size_bytes=arena.posix.size_bytes,
+        size_bytes=cuda.size_bytes if kind == "cuda" else arena.posix.size_bytes,
         layout=ArenaLayout(arena.layout.data_offset, arena.layout.block_bytes, arena.num_blocks, layers),
         geometry=geometry,
+        cuda=CudaMemory(cuda.socket, cuda.memory_id, cuda.size_bytes, cuda.device_uuid) if kind == "cuda" else None,
     )
 
 

@@ -107,20 +107,22 @@ class GetArenaResponse(_message.Message):
     def __init__(self, arena: _Optional[_Union[Arena, _Mapping]] = ...) -> None: ...
 
 class Arena(_message.Message):
-    __slots__ = ("arena_id", "model_fingerprint", "geometry", "num_blocks", "layout", "posix")
+    __slots__ = ("arena_id", "model_fingerprint", "geometry", "num_blocks", "layout", "posix", "cuda")
     ARENA_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     POSIX_FIELD_NUMBER: _ClassVar[int]
+    CUDA_FIELD_NUMBER: _ClassVar[int]
     arena_id: str
     model_fingerprint: str
     geometry: KvGeometry
     num_blocks: int
     layout: ArenaLayout
     posix: PosixSharedMemory
-    def __init__(self, arena_id: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., geometry: _Optional[_Union[KvGeometry, _Mapping]] = ..., num_blocks: _Optional[int] = ..., layout: _Optional[_Union[ArenaLayout, _Mapping]] = ..., posix: _Optional[_Union[PosixSharedMemory, _Mapping]] = ...) -> None: ...
+    cuda: CudaMemory
+    def __init__(self, arena_id: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., geometry: _Optional[_Union[KvGeometry, _Mapping]] = ..., num_blocks: _Optional[int] = ..., layout: _Optional[_Union[ArenaLayout, _Mapping]] = ..., posix: _Optional[_Union[PosixSharedMemory, _Mapping]] = ..., cuda: _Optional[_Union[CudaMemory, _Mapping]] = ...) -> None: ...
 
 class PosixSharedMemory(_message.Message):
     __slots__ = ("path", "size_bytes")
@@ -129,6 +131,18 @@ class PosixSharedMemory(_message.Message):
     path: str
     size_bytes: int
     def __init__(self, path: _Optional[str] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+
+class CudaMemory(_message.Message):
+    __slots__ = ("socket", "memory_id", "size_bytes", "device_uuid")
+    SOCKET_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_ID_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
+    socket: str
+    memory_id: str
+    size_bytes: int
+    device_uuid: str
+    def __init__(self, socket: _Optional[str] = ..., memory_id: _Optional[str] = ..., size_bytes: _Optional[int] = ..., device_uuid: _Optional[str] = ...) -> None: ...
 
 class ArenaLayout(_message.Message):
     __slots__ = ("data_offset", "block_bytes", "layers")

@@ -28,6 +28,8 @@ FOUNDATION = {
     "tls",
     "secure_channel",
     "tokens",
+    "cuda_driver",
+    "memory_handle",
 }
 CLIENT = {"client", "async_client", "client_channel", "messages", "options", "results"}
 ROOF = {

@@ -1,0 +1,1 @@
+"""What is an executor's own on a GPU."""
