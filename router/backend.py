@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import TypeVar
 
 from router import admission
+from router.clients.compiler import ConstraintCompiler
 from router.engine import Engine
 from router.live import LiveRequest
 from router.model import Model
 from router.request import Chat, Prompt, RequestSpec
 from router.sampling import check_leaves_a_token
 from router.text.answer import AnswerText
-from router.text.constraint import grammar_of
 from router.text.detokenizer import Detokenizer, without_held
 from router.text.stop import StopScanner
 from router.text.tokenizer import Tokenizer
@@ -48,6 +48,11 @@ class Backend:
         self.tokenizer = tokenizer
         self.pool = pool
         self._threads = threads
+        self._compiler = ConstraintCompiler(tokenizer.definition, model.vocabulary_size, model.eos_token_ids)
+
+    async def close(self) -> None:
+        """End what runs beside it. Requests must have ended."""
+        await self._compiler.close()
 
     async def start(self, live: LiveRequest, spec: RequestSpec) -> None:
         """Queue a reserved request whose prompt fits.
@@ -85,13 +90,14 @@ class Backend:
     async def _with_texts(self, spec: RequestSpec) -> RequestSpec:
         """Fill in what takes the tokenizer or a grammar's compiler; most requests ask nothing of them."""
         checked = spec.checked
-        if not (checked.output.echo or checked.sampling.bad_words or checked.constraint):
+        if checked.constraint is not None:
+            spec = replace(spec, grammar=await self._compiler.grammar_of(checked.constraint))
+        if not (checked.output.echo or checked.sampling.bad_words):
             return spec
         return await self._in_thread(
             lambda: replace(
                 spec,
                 banned=self._banned(checked.sampling.bad_words),
-                grammar=grammar_of(checked.constraint) if checked.constraint else "",
                 echo_text=self._echo_text(spec),
             )
         )

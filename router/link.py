@@ -221,6 +221,7 @@ class Link:
                 self._session = None
             engine.detach()
             engine.fail_all(refusals.engine_lost())
+            await backend.close()
 
     async def _keep_session(self, life: _Life) -> None:
         """Session after session on the same lease.

@@ -113,7 +113,7 @@ assert PLAIN.keys() <= _LEAVES.keys(), PLAIN.keys() - _LEAVES.keys()
 _PROMPTS = ("text", "token_ids.ids", "chat.messages")
 _prompt = st.one_of(
     st.tuples(st.just("text"), st.text(min_size=1, max_size=20)),
-    st.tuples(st.just("token_ids.ids"), st.lists(_IDS, min_size=1, max_size=40)),
+    st.tuples(st.just("token_ids.ids"), st.lists(_IDS, min_size=1, max_size=30)),
     st.tuples(st.just("chat.messages"), PLAIN["chat.messages"]),
 )
 _plain = st.one_of(

@@ -11,16 +11,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from executor.step import Bools, Ints
+from octavo.grammar import begin
 
 log = logging.getLogger(__name__)
 
-_SILENT = 0
-# Work on a row's grammar when it starts, in the step thread. With the library's own million "(a{1000}){1000}" stands in
-# the way of every stream for seconds; with a tenth it fails in 0.2 s, and what people write still passes.
-_INITIAL_LEXER_FUEL = 100_000
 _NONE = "this executor serves no constraints"
 _DEAD_END = "no token of the vocabulary continues this answer"
 
@@ -32,14 +29,14 @@ class Constraint:
         self._matcher = matcher
         self._ends = frozenset(tokenizer.eos_tokens if tokenizer is not None else ())
         self._vocabulary_size = tokenizer.vocab_size if tokenizer is not None else 0
-        self.error = error or (matcher.get_error() if matcher is not None else _NONE)
+        self.error = error or (_error_of(matcher) if matcher is not None else _NONE)
 
     def append(self, token_id: int) -> None:
         """The row generated a token. What follows an end is not the grammar's."""
         if self._matcher is None or self._matcher.is_stopped() or token_id in self._ends:
             return
         if not self._matcher.consume_token(token_id):
-            self.error = self._matcher.get_error() or f"token {token_id} does not continue this answer"
+            self.error = _error_of(self._matcher) or f"token {token_id} does not continue this answer"
 
     def allowed(self) -> Bools | None:
         """[vocabulary_size]: what may come next; ends of sequence where the answer is whole. None after an error."""
@@ -48,8 +45,13 @@ class Constraint:
         bits = np.zeros((self._vocabulary_size + 31) // 32, dtype=np.uint32)
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         allowed = np.unpackbits(bits.view(np.uint8), bitorder="little")[: self._vocabulary_size].astype(np.bool_)
-        self.error = self._matcher.get_error() or ("" if allowed.any() else _DEAD_END)
+        self.error = _error_of(self._matcher) or ("" if allowed.any() else _DEAD_END)
         return None if self.error else allowed
+
+
+def _error_of(matcher: LLMatcher) -> str:
+    """Without what the library writes below it: its state, and the whole grammar."""
+    return matcher.get_error().partition("\n")[0]
 
 
 # Grammar and generated tokens, [num_generated], to a row's constraint. Never raises: errors are the constraint's.
@@ -77,8 +79,7 @@ class ConstraintMaker:
             tokenizer = self._tokenizer.result()
         except Exception as error:  # as `load` failed, whatever the library raised: the row's failure, not the step's
             return Constraint(None, None, f"constraints cannot be served: {error}")
-        limits = LLParserLimits(initial_lexer_fuel=_INITIAL_LEXER_FUEL)
-        constraint = Constraint(LLMatcher(tokenizer, grammar, log_level=_SILENT, limits=limits), tokenizer)
+        constraint = Constraint(begin(tokenizer, grammar), tokenizer)
         for token_id in generated.tolist():
             constraint.append(token_id)
         return constraint

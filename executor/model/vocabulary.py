@@ -5,6 +5,7 @@ from transformers import AutoTokenizer
 
 from executor.model.description import ModelDescription
 from octavo.conversion_cache import conversion_of
+from octavo.grammar import vocabulary_of
 from octavo.model_source import resolve_model
 
 
@@ -25,4 +26,4 @@ def load_vocabulary(model: ModelDescription) -> LLTokenizer:
         raise ValueError("its tokenizer is not one of the tokenizers library")
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return LLTokenizer(tokenizer.to_str(), n_vocab=model.vocabulary_size, eos_token=list(model.eos_token_ids))
+    return vocabulary_of(tokenizer.to_str(), model.vocabulary_size, model.eos_token_ids)

@@ -34,6 +34,10 @@ class Tokenizer:
         self.vocabulary_size = vocabulary_size
         self._longest_token_chars = max(map(len, pretrained.get_vocab()), default=1)
 
+    def definition(self) -> str | None:
+        """The tokenizer as the tokenizers library writes it, megabytes; None: it is of another kind."""
+        return None if self._backend is None else self._backend.to_str()
+
     @property
     def has_chat_template(self) -> bool:
         return bool(self._pretrained.chat_template)

@@ -30,6 +30,7 @@ FOUNDATION = {
     "tokens",
     "cuda_driver",
     "memory_handle",
+    "grammar",
 }
 CLIENT = {"client", "async_client", "client_channel", "messages", "options", "results"}
 ROOF = {
