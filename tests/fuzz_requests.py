@@ -39,10 +39,17 @@ _BY_TYPE: dict[int, st.SearchStrategy[Any]] = {
 }
 
 _IDS = st.integers(0, 299)
+
+
+def _many_ids(least: int, most: int) -> st.SearchStrategy[list[int]]:
+    """In one draw: lists of drawn numbers cost most of the time."""
+    return st.binary(min_size=least, max_size=most).map(list)
+
+
 _SCHEMAS = [{"type": "integer"}, {"enum": ["a", 1, None]}, {"type": "array", "items": {"type": "boolean"}}, {}]
 _REGEX_PIECES = ["a", "b", "[0-9]", "(", ")", "|", "*", "+", "?", "{2,3}", "{1000}", "\\w", ".", "^", "$", "[^a]", "é"]
 _GRAMMAR_PIECES = ["start", ": ", '"a"', "/[a-z]+/", "\n", "x", " | ", "*", "(", ")", "%json {}", "%ignore / /"]
-_resumes = st.builds(pb.Resume, index=_integers(0, 2**32 - 1) | st.just(0), token_ids=st.lists(_IDS, max_size=6))
+_resumes = st.builds(pb.Resume, index=_integers(0, 2**32 - 1) | st.just(0), token_ids=_many_ids(0, 6))
 _messages = st.builds(pb.ChatMessage, role=st.sampled_from(["user", "system", ""]) | _TEXTS, content=_TEXTS)
 
 # What clients write, where any value of the type would hardly ever do.
@@ -57,14 +64,14 @@ PLAIN: dict[str, st.SearchStrategy[Any]] = {
     "sampling.frequency_penalty": st.floats(-2, 2, width=32),
     "sampling.repetition_penalty": st.floats(0.0625, 2, width=32),
     "sampling.logit_bias": st.dictionaries(_IDS, st.floats(-100, 100, width=32), max_size=6),
-    "sampling.allowed_token_ids": st.lists(_IDS, max_size=8),
+    "sampling.allowed_token_ids": _many_ids(0, 8),
     "sampling.bad_words": st.lists(st.text(min_size=1, max_size=4), max_size=4),
     "sampling.n": st.integers(1, 6),
     "sampling.best_of": st.integers(1, 6),
     "stopping.max_tokens": st.integers(1, 8),
     "stopping.min_tokens": st.integers(0, 8),
     "stopping.stop": st.lists(st.text(min_size=1, max_size=3), max_size=4),
-    "stopping.stop_token_ids": st.lists(_IDS, max_size=6),
+    "stopping.stop_token_ids": _many_ids(0, 6),
     "output.top_logprobs": st.integers(0, 20),
     "constraint.json_schema": st.sampled_from(_SCHEMAS).map(json.dumps),
     "constraint.regex": st.lists(st.sampled_from(_REGEX_PIECES), max_size=8).map("".join),
@@ -113,7 +120,7 @@ assert PLAIN.keys() <= _LEAVES.keys(), PLAIN.keys() - _LEAVES.keys()
 _PROMPTS = ("text", "token_ids.ids", "chat.messages")
 _prompt = st.one_of(
     st.tuples(st.just("text"), st.text(min_size=1, max_size=20)),
-    st.tuples(st.just("token_ids.ids"), st.lists(_IDS, min_size=1, max_size=30)),
+    st.tuples(st.just("token_ids.ids"), _many_ids(1, 30)),
     st.tuples(st.just("chat.messages"), PLAIN["chat.messages"]),
 )
 _plain = st.one_of(
@@ -159,7 +166,7 @@ def calls(draw: Any) -> Call:
     """One call: mostly as a client would write it, often with one field as nobody would, sometimes broken."""
     method = draw(st.sampled_from(sorted(METHODS)))
     message = METHODS[method]()
-    assignments = [draw(_prompt), draw(_length), *draw(st.lists(_plain, max_size=6))]
+    assignments = [draw(_prompt), draw(_length), *draw(st.lists(_plain, max_size=5))]
     assignments += draw(st.just([]) | st.just([]) | st.lists(_wild, max_size=1) | st.lists(_wild, max_size=6))
     dropped = draw(st.none() | st.none() | st.none() | st.integers(0, len(assignments) - 1))
     for place, (path, value) in enumerate(assignments):

@@ -30,8 +30,8 @@ from tests.fuzz_requests import METHODS, MODEL_NAME, Call, calls
 from tests.tiny_models import VOCABULARY_SIZE, save_tiny_llama
 from tests.workloads import Answer, answer_of, read_stream
 
-BATCH = 32  # requests at once
-QUEUE = 12  # places for those that wait, so that some find none
+BATCH = 64  # requests at once
+QUEUE = 24  # places for those that wait, so that some find none
 CONTEXT_TOKENS = 40  # what an answer without max_tokens may take
 FEW = 640
 MANY = 100_000
@@ -144,7 +144,7 @@ def target(engine: RunningEngine) -> Iterator[Target]:
     try:
         router = target.run(
             resources.enter_async_context(
-                router_in_front_of(engine, max_queued_requests=QUEUE, max_running_requests=16, slack_blocks=1)
+                router_in_front_of(engine, max_queued_requests=QUEUE, max_running_requests=32, slack_blocks=1)
             )
         )
         target.address = f"127.0.0.1:{router.port}"

@@ -1,6 +1,7 @@
 """Field failure 25: with and without preemptions an answer is the same, byte for byte.
 
-Text, ids, log-probabilities, reason and usage; at every named point. Penalties are not here: the script knows none.
+Text, ids, log-probabilities, reason and usage; at every named point. Penalties and
+constraints are not here, because the script knows none: `test_preemption_with_a_model.py`.
 """
 
 from collections.abc import Sequence
@@ -9,10 +10,9 @@ from typing import Any
 import pytest
 
 from octavo.v1 import inference_pb2
-from router.ids import StepId
-from router.live import Choice, Phase
 from tests.fakes import BLOCK_SIZE, EOS, Script, saying
-from tests.stacks import Stack, running_stack
+from tests.preempting import preempt_at
+from tests.stacks import running_stack
 
 B = BLOCK_SIZE
 depths = pytest.mark.parametrize("max_steps_in_flight", [1, 2])
@@ -43,36 +43,6 @@ CASES: dict[str, tuple[Script, dict[str, Any]]] = {
 POINTS = {"after token 1": [1], "after B-1": [B - 1], "after B": [B], "twice": [2, B + 2]}
 
 
-def preempt_at(stack: Stack, points: list[int]) -> list[int]:
-    """Every choice gives up its blocks each time it has as many tokens. Returns where it happened."""
-    engine, done = stack.engine, []
-    original = engine._results._deliver_token
-
-    def deliver(choice: Choice, *arguments: Any) -> Any:
-        ending = original(choice, *arguments)
-        if ending is None and choice.num_generated in points and choice.phase is Phase.RUNNING:
-            wanted.append(choice)
-        return ending
-
-    wanted: list[Choice] = []
-    turn = engine._capacity.preempt
-
-    def preempt(steps: Any, now: float) -> None:
-        turn(steps, now)
-        for choice in wanted:
-            if choice.phase is Phase.RUNNING:
-                done.append(choice.num_generated)
-                if choice.num_steps_in_flight:
-                    engine._capacity._hold_extensions_until = StepId(steps.last_sent)
-                engine._capacity._give_back(choice, steps)
-                engine.roster.preempt(choice)
-        wanted.clear()
-
-    engine._results._deliver_token = deliver  # type: ignore[method-assign]
-    engine._capacity.preempt = preempt  # type: ignore[method-assign]
-    return done
-
-
 def visible(response: inference_pb2.GenerateResponse) -> bytes:
     """All that a client sees but times."""
     copy = inference_pb2.GenerateResponse()
@@ -91,7 +61,7 @@ async def test_an_answer_is_the_same_with_and_without_preemptions(
     for name, points in {"never": [], **POINTS}.items():
         config = {"max_steps_in_flight": max_steps_in_flight}
         async with running_stack(source, script, draws=True, config=config) as stack:
-            done = preempt_at(stack, points)
+            done = preempt_at(stack.engine, points)
             answers[name] = visible(await stack.generate("why?!?", request_id="same", **fields))
             assert len(done) >= len(points), name
             await stack.settle()
