@@ -56,8 +56,9 @@ protos-check: $(VENV)/.test ## prove that the committed stubs are those of the p
 docs: $(VENV)/.test ## write the tables of options into docs/operations.md
 	$(BIN)/python docs/option_tables.py
 
-chart: $(VENV)/.test ## write the Helm chart's schema of values
-	$(BIN)/python helm/values_schema.py
+chart: $(VENV)/.test ## write the Helm chart's schema of values and its dashboards
+	$(BIN)/python -m helm.values_schema
+	$(BIN)/python -m helm.dashboards
 
 kernels-compile: $(VENV)/.test ## compile every Triton kernel ahead of time; needs no GPU
 	env -u TRITON_INTERPRET $(BIN)/python -m kernels.compile
