@@ -51,6 +51,7 @@ class ChildSpec:
         start_timeout_s: seconds until it must be ready.
         stop_grace_s: seconds between SIGTERM and SIGKILL.
         restart: None: its death ends everything.
+        silence_limit_s: seconds without any answer after which it is killed; 0: it is never.
     """
 
     name: str
@@ -60,6 +61,7 @@ class ChildSpec:
     start_timeout_s: float = 300.0
     stop_grace_s: float = 40.0
     restart: RestartPolicy | None = None
+    silence_limit_s: float = 0.0
 
 
 class Child:

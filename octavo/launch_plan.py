@@ -98,6 +98,7 @@ def _child(
         start_timeout_s=config.start_timeout_s,
         stop_grace_s=options.drain_accept_window_s + options.drain_grace_s + _STOP_MARGIN_S,
         restart=restart,
+        silence_limit_s=config.silence_limit_s,
     )
 
 

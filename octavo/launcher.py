@@ -18,7 +18,7 @@ from octavo.launch_config import EngineConfig, ServeConfig
 from octavo.launch_plan import Stages, plan_engine, plan_serve
 from octavo.logs import PREFIXED_VARIABLE
 from octavo.prefixed_log import PrefixedLog
-from octavo.rpc import is_serving
+from octavo.rpc import answers, is_serving
 from octavo.run_directory import RunDirectory
 from octavo.settings import SECTIONS, load_settings
 from octavo.supervisor import HealthProbe, Supervisor
@@ -67,12 +67,14 @@ def run_serve(config: ServeConfig, on_ready: OnReady) -> int:
     return _guarded("octavo serve", run)
 
 
-def run_stages(stages: Stages, on_ready: OnReady, probe: HealthProbe = is_serving) -> int:
+def run_stages(
+    stages: Stages, on_ready: OnReady, probe: HealthProbe = is_serving, answering: HealthProbe = answers
+) -> int:
     """Run the processes of a plan until a signal or a failure; returns the exit code."""
-    return asyncio.run(_run(stages, on_ready, probe))
+    return asyncio.run(_run(stages, on_ready, probe, answering))
 
 
-async def _run(stages: Stages, on_ready: OnReady, probe: HealthProbe) -> int:
+async def _run(stages: Stages, on_ready: OnReady, probe: HealthProbe, answering: HealthProbe) -> int:
     names = [spec.name for stage in stages for spec in stage]
     log = PrefixedLog([NAME, *names])
     environment = child_environment(dict(os.environ))
@@ -86,7 +88,7 @@ async def _run(stages: Stages, on_ready: OnReady, probe: HealthProbe) -> int:
         for part in line.splitlines():
             log.write(NAME, part)
 
-    supervisor = Supervisor(children, probe, say)
+    supervisor = Supervisor(children, probe, say, answering)
     loop = asyncio.get_running_loop()
     for number in _SIGNALS:
         loop.add_signal_handler(number, supervisor.request_stop)

@@ -230,13 +230,26 @@ def open_channel(address: str, tls: TlsSource | None = None, server_name: str = 
 
 async def is_serving(address: str, service_name: str, timeout_s: float = 2.0) -> bool:
     """Ask the health of a service once, on a connection of its own; False also when nobody answers."""
+    try:
+        status = await _ask_health(address, service_name, timeout_s)
+    except grpc.aio.AioRpcError:
+        return False
+    return bool(status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def answers(address: str, service_name: str, timeout_s: float = 5.0) -> bool:
+    """Whether the process behind an address answers its health at all, whatever it says. A stopped one does not."""
+    try:
+        await _ask_health(address, service_name, timeout_s)
+    except grpc.aio.AioRpcError as error:
+        return error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+    return True
+
+
+async def _ask_health(address: str, service_name: str, timeout_s: float) -> int:
     async with open_channel(address) as channel:
         request = health_pb2.HealthCheckRequest(service=service_name)
-        try:
-            response = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)
-        except grpc.aio.AioRpcError:
-            return False
-        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+        return (await health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)).status
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ HealthProbe = Callable[[str, str], Awaitable[bool]]  # (address, service) -> is 
 
 _PROBE_INTERVAL_S = 0.1
 _PROGRESS_INTERVAL_S = 5.0
+_ANSWER_INTERVAL_S = 1.0
+_MOST_SILENCE_A_TRY_S = 6.0  # of one try to get an answer
 
 
 class ChildFailedError(Exception):
@@ -46,11 +48,19 @@ class Supervisor:
             each waits by itself for what it needs, and loads what it can meanwhile.
         is_serving: asked until it says yes.
         say: for the supervisor's own lines.
+        answers: whether a child answers at all. One that is slow does; one that is stopped, or hangs, does not.
     """
 
-    def __init__(self, stages: Sequence[Sequence[Child]], is_serving: HealthProbe, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        stages: Sequence[Sequence[Child]],
+        is_serving: HealthProbe,
+        say: Callable[[str], None],
+        answers: HealthProbe,
+    ) -> None:
         self._stages = stages
         self._is_serving = is_serving
+        self._answers = answers
         self._say = say
         self._stop_requested = asyncio.Event()
         self._ending: list[asyncio.Future[None]] = []
@@ -144,7 +154,11 @@ class Supervisor:
     async def _keep_running(self, child: Child) -> None:
         history = RestartHistory(child.spec.restart) if child.spec.restart else None
         while True:
-            status = await child.wait()  # ended and reaped: known dead
+            silence = asyncio.create_task(self._kill_when_silent(child))
+            try:
+                status = await child.wait()  # ended and reaped: known dead
+            finally:
+                await _cancel(silence)
             delay_s = history.next_delay_s(time.monotonic()) if history else None
             if delay_s is None:
                 often = " too often" if history else ""
@@ -156,6 +170,21 @@ class Supervisor:
             except ChildFailedError as failure:
                 self._say(str(failure))
                 child.kill()
+
+    async def _kill_when_silent(self, child: Child) -> None:
+        """Time counts as far as this process itself was there to ask: for a sleep of the machine nobody is to blame."""
+        silent_s = 0.0
+        while child.spec.silence_limit_s:
+            began_s = time.monotonic()
+            await asyncio.sleep(_ANSWER_INTERVAL_S)
+            if await self._answers(child.spec.address, child.spec.health_service):
+                silent_s = 0.0
+                continue
+            silent_s += min(time.monotonic() - began_s, _MOST_SILENCE_A_TRY_S)
+            if silent_s >= child.spec.silence_limit_s:
+                self._say(f"{child.spec.name} has not answered for {silent_s:.0f} s: killing it")
+                child.kill()
+                return
 
     async def _stop_all(self) -> None:
         for stage in reversed(self._stages):

@@ -107,6 +107,8 @@ class Capacity:
         self._retry_admission_at = None
         slot = self.roster.take_slot(choice)
         num_tokens, num_cached = len(choice.tokens), outcome.num_cached_tokens
+        (cause, num_lost), choice.lost = choice.lost, ("", 0)
+        self.observer.on_recomputed(cause, max(0, num_lost - num_cached))
         capacity = len(outcome.block_ids) * self.model.block_size
         row = Row(slot, choice.order, num_tokens, num_cached, num_cached, capacity, choice.spec.max_kv_tokens)
         if choice.checked.output.prompt_logprobs:
@@ -168,6 +170,7 @@ class Capacity:
         choice.request.num_preemptions += 1
         if choice.num_steps_in_flight:
             self._hold_extensions_until = steps.last_sent
+        choice.lost = ("preemption", choice.row.num_computed)
         self._give_back(choice, steps)
         self.roster.preempt(choice)
         # Nobody comes in before somebody ended, or the same request would be preempted again and again.
@@ -199,6 +202,7 @@ class Capacity:
         """Its blocks are not its own any more: it waits for others, and is computed again from its tokens."""
         if choice.is_at_executor and steps is not None:
             steps.retire(choice.row.slot)
+        choice.lost = ("cache_service_lost", choice.row.num_computed)
         self.roster.preempt(choice)
 
     def release(self, choice: Choice, steps: SessionSteps | None) -> None:

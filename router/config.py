@@ -70,6 +70,9 @@ class RouterConfig(BaseModel):
         512, ge=1, description="token budget of a step, prefill and decode together, at most the executor's"
     )
     max_steps_in_flight: int = Field(2, ge=1, le=2, description="steps sent before the result of the first is there")
+    poison_limit: int = Field(
+        2, ge=1, description="executors that must die while a request runs alone in them until it is failed"
+    )
     slack_blocks: int = Field(2, ge=0, description="KV blocks asked for beyond the tokens there are")
 
     max_choices: int = Field(16, ge=1, description="answers to one request: the largest n and best_of")

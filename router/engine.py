@@ -27,6 +27,7 @@ from router.roster import Roster
 from router.step import Outcome, Step
 from router.steps import SessionSteps
 from router.stream import Completed, Started
+from router.suspects import Suspects
 from router.text.answer import AnswerText
 
 log = logging.getLogger(__name__)
@@ -34,13 +35,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """`max_running_requests` and `max_tokens_per_step` within what the executor takes."""
+    """`max_running_requests` and `max_tokens_per_step` within what the executor takes.
+
+    `poison_limit`: deaths of executors, while a request ran alone, that end it.
+    """
 
     max_queued_requests: int
     max_running_requests: int
     max_tokens_per_step: int
     max_steps_in_flight: int
     slack_blocks: int
+    poison_limit: int = 2
 
 
 class Load(NamedTuple):
@@ -77,6 +82,8 @@ class Engine:
         self._time_limits: dict[LiveRequest, float] = {}  # when it ends with what there is
         self._steps: SessionSteps | None = None
         self._capacity = Capacity(model, limits.slack_blocks, self.roster, outbox, observer)
+        self._suspects = Suspects(limits.poison_limit, limits.max_steps_in_flight)
+        self._lost_at: float | None = None  # the last session; None: it is there, or there was none yet
         self._results = Results(model, self.roster, self._capacity, outbox, observer, self, clock)
 
     # ------------------------------------------------------------------------------------------- calls of the servicer
@@ -189,14 +196,23 @@ class Engine:
         """A fresh session: every row is sent again, with its blocks and as far as it is known to be computed."""
         self.detach()
         self._steps = SessionSteps(session, send, self.model, self._clock)
+        accused = self._suspects.reopen(session.executor_id, session.executor_epoch)
+        if self._lost_at is not None:
+            self._observer.on_takeover(self._clock() - self._lost_at)
+            self._lost_at = None
         for choice in self.roster.running.values():
+            self._observer.on_recomputed("executor_lost", choice.row.num_sent - choice.row.num_computed)
             choice.reset_at_executor()
             choice.row.num_sent, choice.row.num_tokens = choice.row.num_computed, len(choice.tokens)
+        for request in accused:
+            self.fail(request, refusals.poisoned(self.limits.poison_limit))
         self._wakeup.set()
 
     def detach(self) -> None:
         """The session is lost: nothing runs until the next is attached."""
         if self._steps is not None:
+            self._lost_at = self._clock()
+            self._suspects.lose(self._steps.requests_in_flight())
             self._steps.abandon()
             self._outbox.forget_session(self._steps.key)
         self._steps = None
@@ -309,14 +325,22 @@ class Engine:
     def _send(self, steps: SessionSteps) -> None:
         while steps.num_in_flight < self.limits.max_steps_in_flight:
             began = self._clock()
-            rows = [choice.row for choice in self.roster.running.values()]
-            runs = scheduler.plan(rows, self.limits.max_tokens_per_step)
+            if not steps.num_in_flight:
+                self._suspects.end_trial()
+            groups = self._suspects.groups(self.roster.running.values())
+            if len(groups) > 1 and steps.num_in_flight:
+                break
+            budget = self.limits.max_tokens_per_step
+            plans = (scheduler.plan([choice.row for choice in group], budget) for group in groups)
+            runs = next(filter(None, plans), ())
             if not runs and (steps.num_in_flight or not steps.has_retirements):
                 break
             choices = [self.roster.running[run.slot] for run in runs]
             for choice in choices:
                 times = choice.request.times
                 times.first_scheduled = began if times.first_scheduled is None else times.first_scheduled
+            if choices:
+                self._suspects.try_alone(choices[0].request)
             steps.send(zip(choices, runs, strict=True), began)
 
     # ------------------------------------------------------------------------------------------------------- the end

@@ -299,4 +299,5 @@ def _limits(config: RouterConfig, model: Model) -> EngineLimits:
         max_tokens_per_step=min(config.max_tokens_per_step, model.max_tokens_per_step),
         max_steps_in_flight=min(config.max_steps_in_flight, model.max_steps_in_flight),
         slack_blocks=config.slack_blocks,
+        poison_limit=config.poison_limit,
     )

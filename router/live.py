@@ -56,6 +56,7 @@ class Choice:
         num_cache_tokens: token ids that the cache service knows of this sequence.
         copy: (source, target) of a block that must be copied before its first step; None once a result proved it.
         free_after: the highest sent step of each session that contains this sequence.
+        lost: why it gave up its blocks, and how many tokens were computed in them.
     """
 
     request: "LiveRequest"
@@ -79,6 +80,7 @@ class Choice:
     is_extending: bool = False
     was_extend_refused: bool = False
     free_after: dict[SessionKey, StepId] = field(default_factory=dict)
+    lost: tuple[str, int] = ("", 0)
 
     @property
     def checked(self) -> CheckedRequest:

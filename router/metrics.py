@@ -76,6 +76,7 @@ class RouterMetrics:
         self.queries = self._counter("prefix_cache_queries", "Prompt tokens looked up, once per request")
         self.hits = self._counter("prefix_cache_hits", "Prompt tokens found, once per request")
         self.preemptions = self._counter("num_preemptions", "Requests that gave up their blocks")
+        self.recomputed = self._counter("recomputed_tokens", "Tokens computed again, by why", "cause")
         self.rejections = self._counter("admission_rejections", "Requests refused before they queued", "reason")
         self.ended = self._counter("request_success", "Ended requests, aborted ones too", "finished_reason")
         self.faults = Counter(
@@ -96,6 +97,7 @@ class RouterMetrics:
             "request_time_per_output_token_seconds", "Mean time per token after the first", token_gap
         )
         self.e2e = self._histogram("e2e_request_latency_seconds", "Arrival to end", latency)
+        self.takeover = self._histogram("takeover_time_seconds", "A session's loss to the next one", latency)
         self.queue = self._histogram("request_queue_time_seconds", "Arrival to first step", latency)
         self.prefill = self._histogram("request_prefill_time_seconds", "First step to first token", latency)
         self.decode = self._histogram("request_decode_time_seconds", "First token to last", latency)
@@ -140,6 +142,13 @@ class EngineMetrics:
 
     def on_preempted(self) -> None:
         self._metrics.preemptions.labels(*self._labels).inc()
+
+    def on_recomputed(self, cause: str, num_tokens: int) -> None:
+        if num_tokens:
+            self._metrics.recomputed.labels(*self._labels, cause).inc(num_tokens)
+
+    def on_takeover(self, elapsed_s: float) -> None:
+        self._metrics.takeover.labels(*self._labels).observe(elapsed_s)
 
     def on_fault(self) -> None:
         self._metrics.on_fault(self._engine)

@@ -44,6 +44,12 @@ class Observer(Protocol):
 
     def on_preempted(self) -> None: ...
 
+    def on_recomputed(self, cause: str, num_tokens: int) -> None:
+        """Tokens whose computation was sent before, and is sent again; `cause` is a word. 0 is nothing."""
+
+    def on_takeover(self, elapsed_s: float) -> None:
+        """A session took the place of one that was lost so long ago."""
+
     def on_step(self, times: StepTimes) -> None:
         """A step was delivered."""
 

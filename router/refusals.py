@@ -69,6 +69,16 @@ def step_failed(reason: str, message: str) -> OctavoError:
     )
 
 
+def poisoned(num_deaths: int) -> OctavoError:
+    """A request that kills executors."""
+    return OctavoError(
+        Code.INTERNAL,
+        "POISONED",
+        f"{num_deaths} executors died while this request ran alone in them; do not send it again as it is",
+        metadata={"num_deaths": str(num_deaths)},
+    )
+
+
 def too_many_choices(num_choices: int, rows: int) -> OctavoError:
     """More answers than can ever run at once."""
     return OctavoError(

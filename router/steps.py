@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from router.ids import SessionKey, Slot, StepId
-from router.live import Choice
+from router.live import Choice, LiveRequest
 from router.model import Model
 from router.sampling import row_sampling
 from router.scheduler import Run, mark_sent
@@ -137,6 +137,10 @@ class SessionSteps:
             return False
         self._num_refused -= 1
         return True
+
+    def requests_in_flight(self) -> list[LiveRequest]:
+        """Of which a sent step has no result yet."""
+        return [sent.choice.request for step in self._in_flight for sent in step.runs]
 
     def abandon(self) -> None:
         """The session is over: no result will come."""

@@ -89,7 +89,7 @@ def main() -> int:
         with (folder / "events").open("a") as file:
             file.write("launcher ready 0\n")
 
-    return run_stages(stages, on_ready, file_exists)
+    return run_stages(stages, on_ready, file_exists, file_exists)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +20,7 @@ class Stack:
         self.lines: list[str] = []
         environment = dict(os.environ)
         children = [[Child(spec, environment, self.lines.append) for spec in stage] for stage in stages]
-        self.supervisor = Supervisor(children, file_exists, self.lines.append)
+        self.supervisor = Supervisor(children, file_exists, self.lines.append, is_not_stopped)
 
     async def run(self, when_ready=None) -> int:
         async def on_ready() -> None:
@@ -34,6 +36,14 @@ class Stack:
     @property
     def said(self) -> str:
         return "\n".join(self.lines)
+
+
+async def is_not_stopped(address: str, service: str) -> bool:
+    """The second probe: a slow child answers, a stopped one does not."""
+    name, folder = Path(address).stem, Path(address).parent
+    stat = Path(f"/proc/{pids_of(folder)[name]}/stat").read_text()  # noqa: ASYNC240 (memory, not a disk)
+    state = stat.rpartition(")")[2].split()[0]
+    return state not in "Tt"
 
 
 UNUSED_PID = 2**22 + 1  # above the largest that Linux gives
@@ -109,9 +119,9 @@ async def test_child_that_dies_while_another_loads_is_started_again(tmp_path):
 
 
 async def test_child_that_is_never_ready_is_given_up(tmp_path):
-    stack = Stack([child_spec(tmp_path, "slow", "never", start_timeout_s=0.3)])
+    stack = Stack([child_spec(tmp_path, "slow", "never", start_timeout_s=2.5)])
     assert await stack.run() == 1
-    assert "slow was not ready after 0.3 s" in stack.said
+    assert "slow was not ready after 2.5 s" in stack.said
     assert not is_running(pids_of(tmp_path)["slow"])
 
 
@@ -130,6 +140,26 @@ async def test_killed_executor_is_reaped_and_started_again(tmp_path):
     assert await stack.run(kill_one_and_wait) == 0
     assert "executor was killed by SIGKILL; starting it again" in stack.said
     assert events_of(tmp_path).count("executor start") == 2
+
+
+async def test_stopped_executor_is_killed_reaped_and_started_again(tmp_path, monkeypatch):
+    """Stopped by a signal it is silent; only when it is dead, and not before, another takes its place."""
+    monkeypatch.setattr("octavo.supervisor._ANSWER_INTERVAL_S", 0.02)
+    spec = child_spec(tmp_path, "executor", restart=QUICK_RESTART, silence_limit_s=0.3)
+    stack = Stack([child_spec(tmp_path, "cache", silence_limit_s=0.3)], [spec])
+
+    async def stop_one_and_wait() -> None:
+        stopped = pids_of(tmp_path, "ready")["executor"]
+        os.kill(stopped, signal.SIGSTOP)
+        while pids_of(tmp_path)["executor"] == stopped:
+            await _a_moment()
+        assert not is_running(stopped)
+        stack.supervisor.request_stop()
+
+    assert await stack.run(stop_one_and_wait) == 0
+    assert "executor has not answered for " in stack.said
+    assert "executor was killed by SIGKILL; starting it again" in stack.said
+    assert events_of(tmp_path).count("cache start") == 1
 
 
 async def test_child_that_keeps_dying_is_given_up(tmp_path):
