@@ -180,19 +180,6 @@ _WORK = Row(
             [
                 Query(_rate("octavo_steps_failed_total", "reason"), "step: {{reason}}"),
                 Query(_rate("octavo_router_faults_total", "engine", BY_NAMESPACE), "router: {{engine}}"),
-                Panel(
-                    "Computed again",
-                    "short",
-                    [Query(_rate("octavo_recomputed_tokens_total", "cause"), "{{cause}}")],
-                    "Tokens a second: of steps in flight when an executor was lost, of blocks that were given up or not kept.",
-                    is_stacked=True,
-                ),
-                Panel(
-                    "Until a lost executor was replaced, mean",
-                    "s",
-                    [mean("octavo_takeover_time_seconds", "engine", f'{BY_MODEL}, engine!=""', "{{engine}}")],
-                    "From the loss of the session to the next one; running requests wait for so long.",
-                ),
             ],
             "Steps that failed in the model, and the router's own: 0 in a sound system.",
             is_stacked=True,
@@ -216,4 +203,23 @@ _SIZES = Row(
     ],
 )
 
-ROWS = (_NOW, _REQUESTS, _LOAD, _LATENCY, _WORK, _SIZES)
+_RECOVERY = Row(
+    "Recovery",
+    [
+        Panel(
+            "Computed again",
+            "short",
+            [Query(_rate("octavo_recomputed_tokens_total", "cause"), "{{cause}}")],
+            "Tokens a second: steps that were in flight when an executor was lost, blocks that were given up.",
+            is_stacked=True,
+        ),
+        Panel(
+            "Until a lost executor was replaced, mean",
+            "s",
+            [mean("octavo_takeover_time_seconds", "engine", f'{BY_MODEL}, engine!=""', "{{engine}}")],
+            "From the loss of the session to the next one; running requests wait for so long.",
+        ),
+    ],
+)
+
+ROWS = (_NOW, _REQUESTS, _LOAD, _LATENCY, _WORK, _SIZES, _RECOVERY)
