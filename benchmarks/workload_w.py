@@ -13,28 +13,19 @@ import json
 import os
 import platform
 import random
-import socket
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from urllib.request import urlopen
 
-from prometheus_client.parser import text_string_to_metric_families
-
+from benchmarks.servers import Server, count_steps, cpu_seconds, serving
 from octavo import AsyncClient
 from octavo.results import Delta
-from octavo.rpc import is_serving
 
 PROMPT_TOKENS = 128
 GENERATED_TOKENS = 128
 TOKEN_IDS = range(1000, 40000)
-START_S = 300.0
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -60,72 +51,6 @@ class Row:
     steps: int
     wall_ms_per_step: float
     cpu_ms_per_step: dict[str, float]  # process -> CPU milliseconds
-
-
-@dataclass(frozen=True)
-class Server:
-    """A running stack."""
-
-    address: str
-    metrics: str
-    pids: dict[str, int]  # process -> pid
-
-
-# ------------------------------------------------------------------------------------------------------------- server
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-@contextmanager
-def serving(model: str, options: list[str]) -> Iterator[Server]:
-    """`octavo serve`, ready when this yields, stopped afterwards."""
-    address, metrics = (f"127.0.0.1:{free_port()}" for _ in range(2))
-    command = [sys.executable, "-m", "octavo.cli", "serve", f"--model={model}", f"--router.listen={address}"]
-    command += [f"--router.metrics-listen={metrics}", "--executor.metrics-listen=", "--cache-service.metrics-listen="]
-    launcher = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + START_S
-        while not asyncio.run(is_serving(address, "octavo.v1.InferenceService")):
-            if launcher.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"the server did not start; try it by hand: {' '.join(command)}")
-            time.sleep(0.5)
-        yield Server(address, metrics, {"client": os.getpid(), **_services_below(launcher.pid)})
-    finally:
-        launcher.terminate()
-        launcher.wait()
-
-
-def _services_below(launcher: int) -> dict[str, int]:
-    """The service processes that descend from the launcher, by their module."""
-    found, waiting = {}, [launcher]
-    while waiting:
-        pid = waiting.pop()
-        waiting += [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-        arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-        if "-m" in arguments and (module := arguments[arguments.index("-m") + 1]) != "octavo.cli":
-            found[module] = pid
-    return found
-
-
-def cpu_seconds(pid: int) -> float:
-    """User and system time of a process so far, all threads."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
-
-
-def count_steps(server: Server) -> int:
-    """Steps that the router has planned so far."""
-    text = urlopen(f"http://{server.metrics}/metrics").read().decode()
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name == "octavo_step_time_seconds_count" and sample.labels.get("part") == "plan":
-                return int(sample.value)
-    return 0
 
 
 # --------------------------------------------------------------------------------------------------------------- load
@@ -171,13 +96,14 @@ def percentile(values: list[float], share: float) -> float:
 
 def measure(server: Server, streams: int, requests: int, seed: int) -> Row:
     """One line of the table."""
-    cpu_before = {name: cpu_seconds(pid) for name, pid in server.pids.items()}
+    pids = {"client": os.getpid(), **server.pids}
+    cpu_before = {name: cpu_seconds(pid) for name, pid in pids.items()}
     steps_before = count_steps(server)
     wall_s, times = asyncio.run(load(server.address, streams, requests, seed))
     steps = count_steps(server) - steps_before
     firsts = [each.first_token_s * 1e3 for each in times]
     gaps = [gap * 1e3 for each in times for gap in each.gaps_s]
-    cpu = {name: (cpu_seconds(pid) - cpu_before[name]) * 1e3 / steps for name, pid in server.pids.items()}
+    cpu = {name: (cpu_seconds(pid) - cpu_before[name]) * 1e3 / steps for name, pid in pids.items()}
     return Row(
         streams=streams,
         requests=requests,
@@ -213,6 +139,13 @@ def print_table(rows: list[Row]) -> None:
         print(f"| {row.streams} | {row.output_tokens_per_s} | {first} | {between} | {row.wall_ms_per_step} | {cpu} |")
 
 
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
@@ -230,8 +163,11 @@ def main() -> None:
             print_table(rows[-1:])
     print_table(rows)
     if arguments.json:
-        machine = {"processor": platform.processor() or platform.machine(), "cpus": os.cpu_count()}
-        document = {"model": arguments.model, "machine": machine, "rows": [asdict(row) for row in rows]}
+        document = {
+            "command": ["python", "-m", "benchmarks.workload_w", *sys.argv[1:]],
+            "machine": {"processor": _processor(), "cpus": os.cpu_count(), "load_average": os.getloadavg()},
+            "rows": [asdict(row) for row in rows],
+        }
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(document, indent=1) + "\n")
 

@@ -1,0 +1,116 @@
+"""`octavo serve` for benchmarks and soaks: started, watched from outside, stopped.
+
+What a process uses is read from the kernel, what it does from its metrics; nothing here needs its help.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.request import urlopen
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from octavo.rpc import is_serving
+
+START_S = 300.0
+STOP_S = 60.0
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running stack: addresses, and the pid of each service by its module (`router`, `executor`, `cache_service`)."""
+
+    address: str
+    metrics: str
+    cache_service: str
+    pids: dict[str, int]
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@contextmanager
+def serving(model: str, options: list[str]) -> Iterator[Server]:
+    """`octavo serve`, ready when this yields, stopped afterwards.
+
+    Raises:
+        RuntimeError: it did not start, or did not end in order; with the end of its log.
+    """
+    address, metrics = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    with tempfile.TemporaryDirectory(prefix="octavo-serving-") as folder:
+        cache_service, log = f"unix:{folder}/cache.sock", Path(folder) / "log"
+        command = [sys.executable, "-m", "octavo.cli", "serve", f"--model={model}", f"--router.listen={address}"]
+        command += [f"--router.metrics-listen={metrics}", f"--cache-service.listen={cache_service}"]
+        command += ["--executor.metrics-listen=", "--cache-service.metrics-listen=", *options]
+        with log.open("wb") as output:
+            launcher = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            _wait_until_serving(address, launcher, log)
+            yield Server(address, metrics, cache_service, _services_below(launcher.pid))
+        finally:
+            launcher.send_signal(signal.SIGTERM)
+            code = launcher.wait(STOP_S)
+        if code != 0:
+            raise RuntimeError(f"the server ended with exit code {code}:\n{_tail(log)}")
+
+
+def _wait_until_serving(address: str, launcher: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while not asyncio.run(is_serving(address, "octavo.v1.InferenceService")):
+        if launcher.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"the server did not start:\n{_tail(log)}")
+        time.sleep(0.5)
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-4000:]
+
+
+def _services_below(launcher: int) -> dict[str, int]:
+    """The service processes that descend from the launcher, by their module."""
+    found, waiting = {}, [launcher]
+    while waiting:
+        pid = waiting.pop()
+        waiting += [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        if "-m" in arguments and (module := arguments[arguments.index("-m") + 1]) != "octavo.cli":
+            found[module] = pid
+    return found
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process so far, all threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory of a process that is in RAM, shared parts included."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def count_steps(server: Server) -> int:
+    """Steps that the router has planned so far."""
+    text = urlopen(f"http://{server.metrics}/metrics").read().decode()
+    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+    return int(
+        sum(
+            sample.value
+            for sample in samples
+            if sample.name == "octavo_step_time_seconds_count" and sample.labels.get("part") == "plan"
+        )
+    )
