@@ -17,6 +17,7 @@ from octavo.generate import GenerateConfig
 from octavo.launch_config import EngineConfig, ServeConfig
 from octavo.settings_sources import option_of
 from octavo.stats import StatsConfig
+from octavo.token_command import TokenConfig
 from router.config import RouterConfig
 
 PAGE = Path(__file__).parent / "operations.md"
@@ -32,6 +33,7 @@ TABLES: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("octavo generate", "generate", GenerateConfig),
     ("octavo chat", "chat", ChatConfig),
     ("octavo stats", "stats", StatsConfig),
+    ("octavo token", "token", TokenConfig),
 )
 
 

@@ -37,8 +37,8 @@ class DemoConfig(ServeConfig):
 
     @model_validator(mode="after")
     def _check_is_open(self) -> "DemoConfig":
-        if self.router.tls_certificate:
-            raise ValueError("the demo asks its question without TLS; use octavo serve")
+        if self.router.tls_certificate or self.router.tenants_file:
+            raise ValueError("the demo asks its question without TLS and without a token; use octavo serve")
         return self
 
     @classmethod

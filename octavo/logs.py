@@ -15,6 +15,10 @@ PREFIXED_VARIABLE = "OCTAVO_LOG_PREFIXED"
 MAX_MESSAGE_CHARS = 4_000
 
 
+# What a client chose, such as a request id, may stand in a message: it must not end the line, or steer a terminal.
+_CONTROL_CHARACTERS = {code: f"\\x{code:02x}" for code in (*range(9), *range(10, 32), *range(127, 160))}
+
+
 class LineFormatter(logging.Formatter):
     """`2026-01-31T12:00:00.123Z INFO router octavo.rpc: message`, in UTC, long messages cut in their middle."""
 
@@ -27,7 +31,7 @@ class LineFormatter(logging.Formatter):
         self.converter = time.gmtime
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (the name is logging's)
-        record.message = _shorten(record.message)
+        record.message = _shorten(record.message).translate(_CONTROL_CHARACTERS)
         return super().formatMessage(record)
 
 

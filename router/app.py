@@ -15,7 +15,9 @@ from router.config import RouterConfig
 from router.fleet import Fleet
 from router.metrics import RouterMetrics
 from router.servicer.accounting import AccountingInterceptor
+from router.servicer.authentication import AuthenticationInterceptor
 from router.servicer.servicer import SERVICE_NAME, InferenceServicer
+from router.tenants.gate import Gate
 from router.text.tokenizer import load_tokenizer
 from router.text.tokenizers import LoadTokenizer
 from router.trace import StepTrace
@@ -33,7 +35,7 @@ class Router:
         port: TCP port of the public API; 0 for a Unix socket.
 
     Raises:
-        ValueError: TLS options that do not go together, or files that cannot be used.
+        ValueError: options of TLS or tenants that do not go together, or files of them that cannot be used.
     """
 
     def __init__(self, config: RouterConfig, load: LoadTokenizer = load_tokenizer) -> None:
@@ -44,7 +46,8 @@ class Router:
         self.metrics = RouterMetrics(lambda: self.fleet.links, self._trace)
         router_id = config.router_id or f"{socket.gethostname()}:{config.listen}"
         self.fleet = Fleet(config, router_id, self.metrics, self._threads, self._show_ready, load)
-        self._servicer = InferenceServicer(self.fleet, config, self.metrics)
+        self._gate = Gate(config, self.metrics.registry)
+        self._servicer = InferenceServicer(self.fleet, config, self.metrics, self._gate)
         self._server: ServerParts | None = None
         self._metrics_server: MetricsServer | None = None
         self._is_closed = False
@@ -69,12 +72,16 @@ class Router:
                 ("grpc.keepalive_timeout_ms", keepalive_ms // 3),
                 ("grpc.http2.ping_timeout_ms", keepalive_ms // 3),
             ),
-            interceptors=(AccountingInterceptor(self.metrics.on_call),),
+            interceptors=(
+                AccountingInterceptor(self.metrics.on_call),
+                AuthenticationInterceptor(self._gate.identify),
+            ),
             tls=self._tls,
             health_listen=self._config.health_listen,
         )
         if self._config.metrics_listen:
             self._metrics_server = start_metrics_server(self.metrics.registry, self._config.metrics_listen)
+        self._gate.start()
         self.fleet.start()
         log.info("listening on %s, metrics on port %d", self._config.listen, self.metrics_port)
 
@@ -109,6 +116,7 @@ class Router:
         if self._is_closed:
             return
         self._is_closed = True
+        self._gate.close()
         if self._server is not None:
             await self._server.set_serving(False)
         await self.fleet.close()

@@ -122,7 +122,7 @@ class Capacity:
         most = blocks_for(choice.spec.max_kv_tokens, block_size) - blocks_for(len(choice.tokens), block_size)
         num_refused = len(self.roster.waiting) if self._retry_admission_at is not None else 0
         slack = max(0, min(most, self._slack(num_refused)))
-        allocation = Allocation(choice.sequence_id, tuple(choice.tokens), checked.salt, slack, checked.bypass_cache)
+        allocation = Allocation(choice.sequence_id, tuple(choice.tokens), checked.scope, slack, checked.bypass_cache)
         self.outbox.allocate(allocation)
 
     def _slack(self, num_waiting: int) -> int:
@@ -241,7 +241,7 @@ def _snapshot_of(choice: Choice) -> Snapshot:
         token_ids=tuple(choice.tokens[: max(num_computed, choice.num_cache_tokens)]),
         num_computed_tokens=num_computed,
         block_ids=tuple(choice.block_ids),
-        salt=choice.checked.salt,
+        scope=choice.checked.scope,
         bypass_cache=choice.checked.bypass_cache,
         copy_source=choice.copy[0] if choice.copy is not None else None,
     )

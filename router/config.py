@@ -49,6 +49,17 @@ class RouterConfig(BaseModel):
         "", description="name that their certificates must be for; empty: the host of the address"
     )
 
+    tenants_file: str = Field(
+        "", description="TOML file of tenants and the hashes of their tokens; empty: nobody has to say who they are"
+    )
+    default_tenant: str = Field(
+        "", pattern=r"^[A-Za-z0-9._-]{0,64}$", description="whose requests all are where there is no tenants_file"
+    )
+    allow_plaintext_tokens: bool = Field(
+        False, description="take tokens without TLS from other machines, where something else protects them"
+    )
+    max_tenant_labels: int = Field(100, ge=0, description="tenants that metrics tell apart; all others are one")
+
     cache_service: str = Field("127.0.0.1:7701", description="address of the cache service")
     executor: str = Field("127.0.0.1:7702", description="address of the executor")
     engines: tuple[EngineAddress, ...] = Field(

@@ -5,6 +5,7 @@ anything is tokenized. When its prompt is known it goes to the engine that `plac
 itself, engines and their connections (fleet, link).
 """
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,10 @@ from router.live import LiveRequest
 from router.placement import Candidate
 from router.prefixes import PrefixIndex, PrefixKey, prefix_keys
 from router.request import CheckedRequest, RequestSpec
+from router.tenants.accounts import over_limit
+from router.tenants.tenant import Tenant
+
+QUEUE_RETRY_S = 1.0
 
 Keys = Mapping[int, Sequence[PrefixKey]]  # of a prompt, by block size
 
@@ -29,7 +34,7 @@ class Ticket:
 
 
 class Dispatcher:
-    """Every request goes through here; ids are unique over all engines."""
+    """Every request goes through here; ids of a tenant are unique over all engines."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -46,6 +51,18 @@ class Dispatcher:
         ready = self._fleet.ready_backends_for(model_name)
         idlest = min(ready, key=lambda backend: len(backend.engine.roster))
         return [backend for backend in ready if backend.model.fingerprint == idlest.model.fingerprint]
+
+    def check_queue_share(self, backends: list[Backend], tenant: Tenant) -> None:
+        """Raises OctavoError, RESOURCE_EXHAUSTED, where a tenant has all the places in queues that it may have."""
+        if tenant.max_queue_share >= 1:
+            return
+        engines = [backend.engine for backend in backends]
+        places = sum(engine.limits.max_queued_requests for engine in engines)
+        allowed = math.ceil(tenant.max_queue_share * places)
+        queued = sum(engine.roster.num_queued_of(tenant.name) for engine in engines)
+        if queued >= allowed + sum(engine.roster.num_free_slots for engine in engines):
+            what = f"{queued} of its requests wait, and {allowed} may, of {places}"
+            raise over_limit("max_queue_share", what, tenant.max_queue_share, QUEUE_RETRY_S)
 
     def reserve(self, backends: list[Backend], checked: CheckedRequest) -> Ticket:
         """Take a place in the queue of the idlest engine. A live request of the same id and body is superseded.
@@ -73,9 +90,9 @@ class Dispatcher:
             spec = self._place(ticket, prompt_ids)
             await ticket.backend.start(ticket.live, spec)
 
-    def cancel(self, request_id: str) -> bool:
-        """End a request in order. False: no live one has this id."""
-        return any(backend.engine.cancel(request_id) for backend in self._fleet.backends)
+    def cancel(self, request_id: str, tenant: str = "") -> bool:
+        """End a request in order. False: no live one of the tenant has this id."""
+        return any(backend.engine.cancel(request_id, tenant) for backend in self._fleet.backends)
 
     def leave(self, ticket: Ticket) -> None:
         """The client is gone, or has its answer."""
@@ -84,7 +101,7 @@ class Dispatcher:
     def _supersede(self, checked: CheckedRequest, model_name: str) -> None:
         request_id = checked.request_id
         for backend in self._fleet.backends:
-            older = backend.engine.roster.find(request_id)
+            older = backend.engine.roster.find(request_id, checked.tenant)
             if older is None:
                 continue
             if backend.model.name != model_name or not older.checked.is_same_body(checked):
@@ -154,7 +171,7 @@ class Dispatcher:
         if len(self._fleet.links) == 1 or checked.bypass_cache:
             return {}
         sizes = {backend.model.block_size for backend in backends}
-        return {size: prefix_keys(checked.salt, prompt_ids, size) for size in sizes}
+        return {size: prefix_keys(checked.scope, prompt_ids, size) for size in sizes}
 
     def _num_cached_tokens(self, backend: Backend, keys: Keys) -> int:
         size = backend.model.block_size

@@ -155,9 +155,9 @@ class Engine:
         if live.is_ended:
             live.stream.start(_started(live))
 
-    def cancel(self, request_id: str) -> bool:
-        """End a request in order: its client hears CANCELLED. False: no live request has this id."""
-        live = self.roster.find(request_id)
+    def cancel(self, request_id: str, tenant: str = "") -> bool:
+        """End a request in order: its client hears CANCELLED. False: no live request of the tenant has this id."""
+        live = self.roster.find(request_id, tenant)
         if live is None:
             return False
         self._finish_all(live, FinishReason.CANCELLED)

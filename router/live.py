@@ -185,6 +185,11 @@ class LiveRequest:
         return self.checked.request_id
 
     @property
+    def key(self) -> tuple[str, str]:
+        """What no two live requests have in common: ids are those of a tenant."""
+        return self.checked.tenant, self.checked.request_id
+
+    @property
     def spec(self) -> RequestSpec:
         assert self._spec is not None, "only a submitted request has its specification"
         return self._spec

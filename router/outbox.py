@@ -12,6 +12,7 @@ from typing import Protocol
 
 from octavo.errors import OctavoError
 from router.ids import BlockId, SequenceId, SessionKey, StepId
+from router.request import CacheScope
 
 MAX_BATCH = 256
 
@@ -20,7 +21,7 @@ MAX_BATCH = 256
 class Allocation:
     sequence_id: SequenceId
     token_ids: tuple[int, ...]
-    salt: str | None
+    scope: CacheScope
     slack_blocks: int
     bypass_cache: bool
 
@@ -97,7 +98,7 @@ class Snapshot:
     token_ids: tuple[int, ...]
     num_computed_tokens: int
     block_ids: tuple[BlockId, ...]
-    salt: str | None
+    scope: CacheScope
     bypass_cache: bool
     copy_source: BlockId | None
 

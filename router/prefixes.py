@@ -19,7 +19,7 @@ def prefix_keys(root: Hashable, prompt_ids: Sequence[int], block_size: int) -> l
     """A key for each full block of the prompt that a later one can find, the first block's first.
 
     Args:
-        root: what else must be equal: the salt.
+        root: what else must be equal: tenant and salt.
         prompt_ids: [num_prompt_tokens]; the last one is always computed, so it is in no block here.
     """
     key, keys = hash((root, block_size)), []

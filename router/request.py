@@ -105,16 +105,30 @@ Prompt = str | Sequence[int] | Chat
 
 
 @dataclass(frozen=True, slots=True)
+class CacheScope:
+    """What must be equal, besides the model and all tokens, for two requests to share cached blocks.
+
+    Attributes:
+        tenant: of the caller, or the group whose tenants share; None: there are no tenants.
+        salt: of the request.
+    """
+
+    tenant: str | None = None
+    salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class CheckedRequest:
     """What validation made of a call: every field in range, the prompt not yet tokenized."""
 
+    tenant: str  # name; ids of requests are unique among those of a tenant
     request_id: str
     prompt: Prompt
     sampling: Sampling
     stopping: Stopping
     output: Output
     constraint: Constraint | None
-    salt: str | None
+    scope: CacheScope
     bypass_cache: bool
     priority: int
     time_limit_s: float | None  # since arrival

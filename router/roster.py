@@ -20,7 +20,7 @@ class Roster:
         self.waiting: list[Choice] = []  # in order of service
         self.allocating: dict[SequenceId, Choice] = {}
         self.forking: dict[SequenceId, Choice] = {}
-        self._by_id: dict[str, LiveRequest] = {}
+        self._by_id: dict[tuple[str, str], LiveRequest] = {}  # (tenant, request id)
         self._by_sequence: dict[SequenceId, Choice] = {}
         self._free_slots = [Slot(number) for number in range(max_running)]
         self._num_arrived = 0
@@ -42,28 +42,33 @@ class Roster:
         """Live requests of which nothing runs: in preparation, waiting, asking for blocks."""
         return len(self._by_id) - self.num_running
 
+    def num_queued_of(self, tenant: str) -> int:
+        """As `num_queued`, of a tenant."""
+        running = {choice.request for choice in self.running.values()}
+        return sum(live.checked.tenant == tenant and live not in running for live in self._by_id.values())
+
     @property
     def num_free_slots(self) -> int:
         """Slots without a row and not promised to a choice that is about to be born."""
         return len(self._free_slots) - len(self.forking) - sum(c.num_samples - 1 for c in self.running.values())
 
-    def find(self, request_id: str) -> LiveRequest | None:
-        return self._by_id.get(request_id)
+    def find(self, request_id: str, tenant: str = "") -> LiveRequest | None:
+        return self._by_id.get((tenant, request_id))
 
     def find_sequence(self, sequence_id: SequenceId) -> Choice | None:
         return self._by_sequence.get(sequence_id)
 
     def add(self, live: LiveRequest) -> None:
         """A request arrives, under an id that no live one has."""
-        assert live.request_id not in self._by_id, "who calls looked"
+        assert live.key not in self._by_id, "who calls looked"
         live.arrival = self._num_arrived
         self._num_arrived += 1
-        self._by_id[live.request_id] = live
+        self._by_id[live.key] = live
 
     def remove(self, live: LiveRequest) -> None:
         """A request leaves before it was submitted."""
         assert not live.is_submitted, "its choices may hold places"
-        del self._by_id[live.request_id]
+        del self._by_id[live.key]
 
     def enqueue(self, choice: Choice) -> None:
         """Into the queue by priority and arrival: who ran before stands before all who came later."""
@@ -109,8 +114,8 @@ class Roster:
             self._leave_slot(choice)
         choice.leave_row(Phase.ENDED)
         request = choice.request
-        if request.is_ended and self._by_id.get(request.request_id) is request:
-            del self._by_id[request.request_id]
+        if request.is_ended and self._by_id.get(request.key) is request:
+            del self._by_id[request.key]
 
     def _new_sequence(self, choice: Choice) -> SequenceId:
         self._num_sequences += 1

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from octavo.errors import FieldViolation, invalid_argument
 from router.model import Model
 from router.raw import RawRequest
-from router.request import CheckedRequest, Output, Prompt, Sampling, Stopping, seed_of
+from router.request import CacheScope, CheckedRequest, Output, Prompt, Sampling, Stopping, seed_of
+from router.tenants.tenant import NOBODY, Tenant
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_SALT_BYTES = 256
@@ -47,11 +48,14 @@ class _Violations(list[FieldViolation]):
             self.append(FieldViolation(field, description))
 
 
-def validate(raw: RawRequest, model: Model, limits: RequestLimits, new_request_id: str) -> CheckedRequest:
+def validate(
+    raw: RawRequest, model: Model, limits: RequestLimits, new_request_id: str, tenant: Tenant = NOBODY
+) -> CheckedRequest:
     """Check every field and fill in the defaults.
 
     Args:
         new_request_id: for a request that names none.
+        tenant: whose request it is.
 
     Raises:
         OctavoError: INVALID_ARGUMENT with each bad field's path and its allowed range.
@@ -70,7 +74,7 @@ def validate(raw: RawRequest, model: Model, limits: RequestLimits, new_request_i
     _check_resume(raw, model, wrong)
     if wrong:
         raise invalid_argument(*wrong)
-    return _checked(raw, raw.request_id or new_request_id, model)
+    return _checked(raw, raw.request_id or new_request_id, model, tenant)
 
 
 def check_count(field: str, count: int, most: int) -> None:
@@ -276,7 +280,7 @@ def _check_range(field: str, value: float | None, low: float, high: float, wrong
         wrong.check(low <= value <= high, field, f"is {value}; allowed is [{low:g}, {high:g}]")
 
 
-def _checked(raw: RawRequest, request_id: str, model: Model) -> CheckedRequest:
+def _checked(raw: RawRequest, request_id: str, model: Model, tenant: Tenant) -> CheckedRequest:
     sampling = Sampling(
         temperature=1.0 if raw.temperature is None else raw.temperature,
         top_k=min(max(raw.top_k or 0, 0), model.vocabulary_size),
@@ -301,13 +305,14 @@ def _checked(raw: RawRequest, request_id: str, model: Model) -> CheckedRequest:
         ignore_eos=raw.ignore_eos,
     )
     return CheckedRequest(
+        tenant=tenant.name,
         request_id=request_id,
         prompt=_prompt(raw),
         sampling=sampling,
         stopping=stopping,
         output=Output(raw.logprobs, raw.top_logprobs, raw.prompt_logprobs, raw.echo, raw.skip_special_tokens),
         constraint=raw.constraint,
-        salt=raw.salt,
+        scope=CacheScope(tenant.cache_tenant, raw.salt),
         # A cached token is not computed, and what is not computed has no log-probability.
         bypass_cache=raw.bypass_cache or raw.prompt_logprobs,
         priority=raw.priority,

@@ -33,6 +33,7 @@ from router.outbox import (
     Replies,
     Snapshot,
 )
+from router.request import CacheScope
 
 log = logging.getLogger(__name__)
 
@@ -199,7 +200,7 @@ class LeaseMutations:
             request.allocations.add(
                 sequence_id=allocation.sequence_id,
                 token_ids=allocation.token_ids,
-                extras=self._extras(allocation.salt),
+                extras=self._extras(allocation.scope),
                 slack_blocks=allocation.slack_blocks,
                 bypass_cache=allocation.bypass_cache,
             )
@@ -285,7 +286,7 @@ class LeaseMutations:
             sequence_id=snapshot.sequence_id,
             arena_id=self._model.arena_id,
             token_ids=snapshot.token_ids,
-            extras=self._extras(snapshot.salt),
+            extras=self._extras(snapshot.scope),
             num_computed_tokens=snapshot.num_computed_tokens,
             tables=[cache_pb2.BlockTable(block_ids=snapshot.block_ids)],
             bypass_cache=snapshot.bypass_cache,
@@ -336,9 +337,15 @@ class LeaseMutations:
         del carrier.acknowledged[:]
         carrier.acknowledged.extend(_session_steps(dict(self._outbox.acknowledged)))
 
-    def _extras(self, salt: str | None) -> cache_pb2.KeyExtras:
+    def _extras(self, scope: CacheScope) -> cache_pb2.KeyExtras:
         model = self._model
-        return cache_pb2.KeyExtras(model=model.name, revision=model.fingerprint, kv_dtype=model.kv_dtype, salt=salt)
+        return cache_pb2.KeyExtras(
+            model=model.name,
+            revision=model.fingerprint,
+            kv_dtype=model.kv_dtype,
+            tenant=scope.tenant,
+            salt=scope.salt,
+        )
 
 
 async def _call(method: Any, request: Any) -> Any:

@@ -2,9 +2,9 @@
 
 import importlib.metadata
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from typing import Any, NoReturn, Protocol
 
 import grpc
 
@@ -12,11 +12,17 @@ from octavo.errors import Code, FieldViolation, OctavoError, invalid_argument
 from octavo.rpc import MAX_MESSAGE_BYTES
 from octavo.v1 import inference_pb2, inference_pb2_grpc
 from router import refusals, validation
+from router.backend import Backend
 from router.config import RouterConfig
 from router.dispatch import Dispatcher, Ticket
 from router.engine import EngineLimits
 from router.fleet import Fleet
+from router.link import Link
 from router.servicer import reading, writing
+from router.servicer.authentication import caller
+from router.tenants.accounts import TENANT_LIMIT
+from router.tenants.gate import Call, Gate
+from router.tenants.tenant import Tenant
 from router.validation import RequestLimits, check_count, check_token_ids, validate
 
 SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
@@ -32,8 +38,9 @@ class Rejections(Protocol):
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """The public API of one router."""
 
-    def __init__(self, fleet: Fleet, config: RouterConfig, rejections: Rejections) -> None:
+    def __init__(self, fleet: Fleet, config: RouterConfig, rejections: Rejections, gate: Gate) -> None:
         self._fleet = fleet
+        self._gate = gate
         self._dispatcher = Dispatcher(fleet)
         self._config = config
         self._rejections = rejections
@@ -68,25 +75,46 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     @asynccontextmanager
     async def _live(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Ticket]:
         """A request that lives as long as its call: whatever ends the call, nothing of it stays behind."""
-        try:
-            ticket = self._reserve(request, context)
-        except OctavoError as error:
-            self._rejections.on_rejected(error.reason.lower())
-            raise
-        try:
-            await self._start(ticket)
-            yield ticket
-        finally:
-            self._dispatcher.leave(ticket)
+        with self._call() as call:
+            ticket = self._reserve(request, context, call.tenant)
+            try:
+                await self._start(ticket)
+                call.on_prompt(ticket.live.usage())
+                yield ticket
+            finally:
+                self._dispatcher.leave(ticket)
+                call.on_answered(ticket.live.usage())
 
-    def _reserve(self, request: Any, context: grpc.aio.ServicerContext) -> Ticket:
-        if self._fleet.is_draining:
-            raise refusals.draining()
-        backends = self._dispatcher.engines_for(request.model)
-        _check_deadline(context)
-        raw = reading.read_request(request)
-        checked = validate(raw, backends[0].model, self._limits, uuid.uuid4().hex)
-        return self._dispatcher.reserve(backends, checked)
+    @contextmanager
+    def _call(self) -> Iterator[Call]:
+        """A call of whoever calls, within the limits of its tenant."""
+        tenant = caller()
+        with ExitStack() as stack:
+            try:
+                call = stack.enter_context(self._gate.call(tenant))
+            except OctavoError as error:
+                self._refuse(error, tenant)
+            yield call
+
+    def _reserve(self, request: Any, context: grpc.aio.ServicerContext, tenant: Tenant) -> Ticket:
+        try:
+            if self._fleet.is_draining:
+                raise refusals.draining()
+            backends = self._dispatcher.engines_for(request.model)
+            tenant.check_model(backends[0].model.name)
+            _check_deadline(context)
+            raw = reading.read_request(request)
+            checked = validate(raw, backends[0].model, self._limits, uuid.uuid4().hex, tenant)
+            self._dispatcher.check_queue_share(backends, tenant)
+            return self._dispatcher.reserve(backends, checked)
+        except OctavoError as error:
+            self._refuse(error, tenant)
+
+    def _refuse(self, error: OctavoError, tenant: Tenant) -> NoReturn:
+        self._rejections.on_rejected(error.reason.lower())
+        if error.reason == TENANT_LIMIT:
+            self._gate.metrics.on_over_limit(tenant.name, error.metadata["limit"])
+        raise error
 
     async def _start(self, ticket: Ticket) -> None:
         try:
@@ -97,30 +125,33 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Cancel(self, request: Any, context: grpc.aio.ServicerContext) -> inference_pb2.CancelResponse:
         """Idempotent: an unknown id is no error."""
-        return inference_pb2.CancelResponse(was_live=self._dispatcher.cancel(request.request_id))
+        return inference_pb2.CancelResponse(was_live=self._dispatcher.cancel(request.request_id, caller().name))
 
     async def Tokenize(self, request: Any, context: grpc.aio.ServicerContext) -> inference_pb2.TokenizeResponse:
         """The ids that Generate would see."""
-        backend = self._fleet.backends_for(request.model)[0]
+        backend = self._backend_for(request.model)
         kind = request.WhichOneof("input")
         if kind is None:
             raise _unset("input", "set text or chat")
         prompt = request.text if kind == "text" else reading.read_chat(request.chat)
         adds = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        return inference_pb2.TokenizeResponse(token_ids=await backend.encode_prompt(prompt, add_special_tokens=adds))
+        with self._call():
+            token_ids = await backend.encode_prompt(prompt, add_special_tokens=adds)
+        return inference_pb2.TokenizeResponse(token_ids=token_ids)
 
     async def Detokenize(self, request: Any, context: grpc.aio.ServicerContext) -> inference_pb2.DetokenizeResponse:
         """Text of any ids of the vocabulary, as many as a context holds."""
-        backend = self._fleet.backends_for(request.model)[0]
+        backend = self._backend_for(request.model)
         check_count("token_ids", len(request.token_ids), backend.model.max_context_tokens)
         check_token_ids("token_ids", request.token_ids, backend.model.vocabulary_size)
         skips = reading.wants_special_tokens_skipped(request)
-        text = await backend.decode(tuple(request.token_ids), skip_special_tokens=skips)
+        with self._call():
+            text = await backend.decode(tuple(request.token_ids), skip_special_tokens=skips)
         return inference_pb2.DetokenizeResponse(text=text)
 
     async def ListModels(self, request: Any, context: grpc.aio.ServicerContext) -> inference_pb2.ListModelsResponse:
         """Empty until a model is served."""
-        return inference_pb2.ListModelsResponse(models=writing.model_messages(self._fleet.backends))
+        return inference_pb2.ListModelsResponse(models=writing.model_messages(self._backends()))
 
     async def GetServerInfo(
         self, request: Any, context: grpc.aio.ServicerContext
@@ -129,13 +160,25 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.GetServerInfoResponse(
             version=importlib.metadata.version("octavo"),
             router_id=self._fleet.router_id,
-            engines=map(writing.engine_message, self._fleet.links),
+            engines=map(writing.engine_message, self._links()),
             limits=self._limits_message(),
         )
 
     async def GetLoad(self, request: Any, context: grpc.aio.ServicerContext) -> inference_pb2.GetLoadResponse:
         """Queues and pools, as this router knows them."""
-        return writing.load_message(self._fleet.backends)
+        return writing.load_message(self._backends())
+
+    def _backend_for(self, model_name: str) -> Backend:
+        backend = self._fleet.backends_for(model_name)[0]
+        caller().check_model(backend.model.name)
+        return backend
+
+    def _backends(self) -> list[Backend]:
+        """Of the models that the caller may use."""
+        return [backend for backend in self._fleet.backends if caller().may_use(backend.model.name)]
+
+    def _links(self) -> list[Link]:
+        return [link for link in self._fleet.links if link.model is None or caller().may_use(link.model.name)]
 
     def _limits_message(self) -> inference_pb2.Limits:
         config = self._config

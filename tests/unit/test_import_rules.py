@@ -35,7 +35,7 @@ FOUNDATION = {
 CLIENT = {"client", "async_client", "client_channel", "messages", "options", "results"}
 ROOF = {
     *("cli", "launcher", "launch_config", "launch_plan", "supervisor", "child", "guard", "run_directory"),
-    *("prefixed_log", "demo", "generate", "chat", "stats", "request_config", "connection_config"),
+    *("prefixed_log", "demo", "generate", "chat", "stats", "request_config", "connection_config", "token_command"),
 }
 
 MAY_SPEAK_GRPC = (

@@ -11,6 +11,7 @@ from octavo.errors import Code
 from octavo.rpc import error_of_call
 from octavo.v1 import inference_pb2
 from router.config import EngineAddress
+from router.tenants.tenant import NOBODY
 from tests.fakes import saying
 from tests.fleets import FleetStack, running_fleet
 from tests.stacks import request, until
@@ -303,7 +304,7 @@ async def test_a_request_in_preparation_moves_away_from_an_engine_that_vanishes(
         dispatcher = fleet.router._servicer._dispatcher
         backends = dispatcher.engines_for("scripted")
         message = request("a" * 9, kind=inference_pb2.GenerateRequest, stopping=SHORT)
-        ticket = fleet.router._servicer._reserve(message, _NoDeadline())
+        ticket = fleet.router._servicer._reserve(message, _NoDeadline(), NOBODY)
         name = ticket.backend.name
         await fleet.engines[name].vanish()
         assert await until(lambda: not fleet.is_up(name))

@@ -31,6 +31,11 @@ def test_prompt_of_a_million_ids_does_not_become_a_log_line():
     assert line.endswith("end")
 
 
+def test_what_a_client_chose_cannot_begin_a_line_or_steer_a_terminal():
+    line = line_of("request a\nb\x1b[2J\r\x85é\t: done")
+    assert line.endswith("request a\\x0ab\\x1b[2J\\x0d\\x85é\t: done")
+
+
 def test_unknown_level_is_refused():
     with pytest.raises(ValueError, match="choose one of debug, info"):
         configure_logging("router", "loud")

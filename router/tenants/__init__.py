@@ -1,0 +1,1 @@
+"""Who calls, what they may have, and what they have had."""
