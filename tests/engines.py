@@ -35,6 +35,13 @@ class RunningEngine:
     executor: str
     process: subprocess.Popen[bytes]
 
+    def child(self, module: str) -> int:
+        """The process id of the one that runs `python -m module`."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        found = [pid for pid in children if f"\0-m\0{module}\0".encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert len(found) == 1, children
+        return int(found[0])
+
     async def stats(self) -> cache_pb2.ArenaStats:
         """Blocks by state, with the self-check's findings."""
         async with open_channel(self.cache_service) as channel:
