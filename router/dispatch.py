@@ -1,10 +1,11 @@
 """From a checked request to the engine that serves it, and back out of it.
 
 A request is reserved at the idlest engine of its model at once, so that its id and the bound of the queue hold before
-anything is tokenized. When its prompt is known it goes to the engine that `placement` prefers. Not here: the preference
-itself, engines and their connections (fleet, link).
+anything is tokenized. When its prompt is known it goes to the engine that `placement` prefers, and while it waits there
+and that engine is lost, to another. Not here: the preference itself, engines and their connections (fleet, link).
 """
 
+import logging
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from router.tenants.accounts import over_limit
 from router.tenants.tenant import Tenant
 
 QUEUE_RETRY_S = 1.0
+
+log = logging.getLogger(__name__)
 
 Keys = Mapping[int, Sequence[PrefixKey]]  # of a prompt, by block size
 
@@ -39,8 +42,10 @@ class Dispatcher:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._prefixes: dict[Hashable, PrefixIndex] = {}  # by pool
+        self._tickets: dict[LiveRequest, Ticket] = {}
         self._num_turns = 0
         self._last_turns: dict[str, int] = {}  # by engine
+        fleet.on_change = self._relocate_all
 
     def engines_for(self, model_name: str) -> list[Backend]:
         """Engines that take requests for a model now, at least one; where their weights differ, those of the idlest.
@@ -76,7 +81,9 @@ class Dispatcher:
         self._supersede(checked, backends[0].model.name)
         wide = [backend for backend in backends if _is_wide_enough(backend, checked)]
         backend = self._rank(wide or backends, checked, {})[0]
-        return Ticket(backend.engine.reserve(checked), backend)
+        ticket = Ticket(backend.engine.reserve(checked), backend)
+        self._tickets[ticket.live] = ticket
+        return ticket
 
     async def start(self, ticket: Ticket) -> None:
         """Tokenize the prompt, choose the engine, and queue the request there.
@@ -89,6 +96,8 @@ class Dispatcher:
         if not ticket.live.is_ended:
             spec = self._place(ticket, prompt_ids)
             await ticket.backend.start(ticket.live, spec)
+            if ticket.backend not in self._fleet.ready_backends:
+                self._relocate(ticket)
 
     def cancel(self, request_id: str, tenant: str = "") -> bool:
         """End a request in order. False: no live one of the tenant has this id."""
@@ -97,6 +106,7 @@ class Dispatcher:
     def leave(self, ticket: Ticket) -> None:
         """The client is gone, or has its answer."""
         ticket.backend.engine.leave(ticket.live)
+        del self._tickets[ticket.live]
 
     def _supersede(self, checked: CheckedRequest, model_name: str) -> None:
         request_id = checked.request_id
@@ -126,20 +136,39 @@ class Dispatcher:
         assert refusal is not None, "there is always an engine"
         raise refusal
 
-    def _choices(self, ticket: Ticket) -> list[Backend]:
-        """Engines of the same weights that take requests now and have room; where none does, the one that it has."""
-        current, checked = ticket.backend, ticket.live.checked
+    def _relocate_all(self) -> None:
+        """What waits at an engine that is lost need not wait for it."""
         ready = self._fleet.ready_backends
-        others = [
+        for ticket in list(self._tickets.values()):
+            if ticket.backend not in ready:
+                self._relocate(ticket)
+
+    def _relocate(self, ticket: Ticket) -> None:
+        live = ticket.live
+        if not live.is_submitted or live.has_begun or live.is_ended or not self._others(ticket):
+            return
+        try:
+            live.refit(self._place(ticket, live.spec.prompt_ids))
+        except OctavoError as error:
+            log.info("request %s waits for %s: %s", live.request_id, ticket.backend.name, error.message)
+
+    def _choices(self, ticket: Ticket) -> list[Backend]:
+        """Engines that could take it; where its own is lost, that one only if there is no other."""
+        others = self._others(ticket)
+        return others if others and ticket.backend not in self._fleet.ready_backends else [ticket.backend, *others]
+
+    def _others(self, ticket: Ticket) -> list[Backend]:
+        """Other engines of the same weights that take requests now and have room."""
+        current, checked = ticket.backend, ticket.live.checked
+        return [
             backend
-            for backend in ready
+            for backend in self._fleet.ready_backends
             if backend is not current
             and backend.model.fingerprint == current.model.fingerprint
             and backend.model.name == current.model.name
             and backend.engine.has_room
             and _is_wide_enough(backend, checked)
         ]
-        return others if others and current not in ready else [current, *others]
 
     def _move(self, ticket: Ticket, backend: Backend) -> None:
         self._num_turns += 1

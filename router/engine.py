@@ -116,14 +116,19 @@ class Engine:
         return not roster.waiting and roster.num_free_slots - num_asked >= num_choices
 
     def adopt(self, live: LiveRequest) -> None:
-        """Take a request that is not submitted yet: a new one, or one that another engine handed over."""
+        """Take a request that has not begun: a new one, or one that another engine handed over."""
         self.roster.add(live)
+        for choice in live.choices:
+            if choice.phase is Phase.WAITING:
+                self.roster.enqueue(choice)
         if live.checked.time_limit_s is not None:
             self._time_limits[live] = live.times.arrived + live.checked.time_limit_s
-            self._wakeup.set()
+        self._wakeup.set()
 
     def hand_over(self, live: LiveRequest) -> None:
-        """Forget a request that is not submitted yet: another engine takes it."""
+        """Forget a request that has not begun: another engine takes it."""
+        for choice in live.choices:
+            self._capacity.release(choice, self._steps)
         self.roster.remove(live)
         self._time_limits.pop(live, None)
 

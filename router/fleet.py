@@ -26,6 +26,7 @@ class Fleet:
     Attributes:
         links: in the order of the configuration.
         is_draining: set by whoever ends the router; no new request is taken from then on.
+        on_change: called whenever an engine can, or can no longer, take requests.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Fleet:
     ) -> None:
         self.router_id = router_id
         self.is_draining = False
+        self.on_change: Callable[[], None] = lambda: None
         self._on_ready = on_ready
         tokenizers = Tokenizers(load, threads, max_kept=len(config.fleet))
         common = Common(config, router_id, observers, tokenizers, threads, self._tell_ready)
@@ -113,4 +115,5 @@ class Fleet:
         raise refusals.may_be_served(served, unknown) if model_name and unknown else refusals.no_such_model(served)
 
     async def _tell_ready(self) -> None:
+        self.on_change()
         await self._on_ready(self.is_ready)

@@ -7,7 +7,7 @@ A request is what a client sent and hears of; a choice is one of its answers: it
     every choice                        decodes, waits, is preempted and ends for itself
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from router.ids import BlockId, SequenceId, SessionKey, StepId
@@ -199,6 +199,11 @@ class LiveRequest:
         return self._spec is not None
 
     @property
+    def has_begun(self) -> bool:
+        """Whether it ever had blocks: then it is bound to its engine."""
+        return self.num_cached_tokens is not None
+
+    @property
     def is_ended(self) -> bool:
         return all(choice.phase is Phase.ENDED for choice in self.choices)
 
@@ -215,6 +220,10 @@ class LiveRequest:
         for choice, answer in zip(self.choices, answers, strict=True):
             phase = Phase.UNBORN if choice.index and not self.checked.resume else Phase.WAITING
             choice.submit(answer, list(spec.prompt_ids), phase)
+
+    def refit(self, spec: RequestSpec) -> None:
+        """It goes to another engine before it began: its length is another there."""
+        self._spec = replace(spec, banned=self.spec.banned, grammar=self.spec.grammar, echo_text=self.spec.echo_text)
 
     def ranking(self) -> list[int]:
         """Indices of the choices, the likeliest first; of equals the lower one."""

@@ -66,8 +66,14 @@ class Roster:
         self._by_id[live.key] = live
 
     def remove(self, live: LiveRequest) -> None:
-        """A request leaves before it was submitted."""
-        assert not live.is_submitted, "its choices may hold places"
+        """A request leaves of which nothing began: its choices give up their places, and are as before."""
+        assert not live.has_begun, "its choices hold more than places"
+        for choice in live.choices:
+            if choice.phase is Phase.WAITING:
+                self.waiting.remove(choice)
+            elif choice.phase is Phase.ALLOCATING:
+                self._forget_sequence(choice)
+                choice.phase = Phase.WAITING
         del self._by_id[live.key]
 
     def enqueue(self, choice: Choice) -> None:

@@ -1,5 +1,6 @@
 """Several scripted engines, each with a real cache service of its own, behind one real router, all in one process."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -30,7 +31,8 @@ class FakeEngine:
         return sum(len(step.started_rows) for step in self.executor.steps)
 
     async def vanish(self) -> None:
-        """The executor's process dies."""
+        """The executor's process dies: no step ends from now on."""
+        self.executor.hooks.before_step = _never
         await self.executor.stop()
         self.process.die()
 
@@ -115,6 +117,10 @@ async def running_fleet(
         fleet = FleetStack(router=router, stub=stub, engines=running, channel=channel)
         assert await until(lambda: all(map(fleet.is_up, running)), 20), "not every engine became ready"
         yield fleet
+
+
+async def _never(step: Any) -> None:
+    await asyncio.Event().wait()
 
 
 async def _close(router: Router) -> None:

@@ -53,7 +53,7 @@ async def serving(folder: Path, *engines: RunningEngine) -> AsyncIterator[AsyncC
 async def wait_for(client: AsyncClient, *states: str) -> None:
     """Until the engines are in these states."""
     async with asyncio.timeout(START_S):
-        while tuple(engine.state for engine in (await client.server_info()).engines) != states:
+        while tuple(engine.state for engine in (await client.server_info()).engines) != states:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
 

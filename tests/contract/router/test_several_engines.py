@@ -12,8 +12,8 @@ from octavo.rpc import error_of_call
 from octavo.v1 import inference_pb2
 from router.config import EngineAddress
 from router.tenants.tenant import NOBODY
-from tests.fakes import saying
-from tests.fleets import FleetStack, running_fleet
+from tests.fakes import FakeExecutor, counting, saying
+from tests.fleets import FleetStack, running_engine, running_fleet
 from tests.stacks import request, until
 
 SHORT = {"max_tokens": 3, "ignore_eos": True}
@@ -247,6 +247,10 @@ async def health(fleet: FleetStack) -> Any:
     return (await stub.Check(request)).status
 
 
+def waiting_and_running(fleet: FleetStack) -> tuple[float, float]:
+    return fleet.metric("octavo_num_requests_waiting"), fleet.metric("octavo_num_requests_running")
+
+
 async def slow(_: Any) -> None:
     await asyncio.sleep(0.003)
 
@@ -318,3 +322,79 @@ async def test_a_request_in_preparation_moves_away_from_an_engine_that_vanishes(
 class _NoDeadline:
     def time_remaining(self) -> None:
         return None
+
+
+async def test_what_waits_at_a_lost_engine_goes_to_another(source: str) -> None:
+    """One row on each engine; who has begun waits for its engine, who has not goes to the other."""
+    config = {"recovery_grace_s": 0.5}
+    async with running_fleet(source, {"left": {"max_rows": 1}, "right": {"max_rows": 1}}, config=config) as fleet:
+        for engine in fleet.engines.values():
+            engine.executor.hooks.is_open.clear()
+        calls = [asyncio.create_task(fleet.generate(f"{place}" * 9, stopping=SHORT)) for place in range(6)]
+        assert await until(lambda: waiting_and_running(fleet) == (4, 2))
+        for name in fleet.engines:
+            assert fleet.metric("octavo_num_requests_waiting", engine=name) == 2
+        await fleet.engines["left"].vanish()
+        assert await until(lambda: fleet.metric("octavo_num_requests_waiting", engine="right") == 4)
+        fleet.engines["right"].executor.hooks.is_open.set()
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        failed = [error_of_call(result) for result in results if isinstance(result, grpc.aio.AioRpcError)]
+        assert [(error.code, error.reason) for error in failed] == [(Code.UNAVAILABLE, "ENGINE_LOST")]
+        assert counts(fleet)["right"] == 5
+
+
+async def test_all_engines_lost_and_one_back_it_takes_what_waited_for_the_other(source: str) -> None:
+    async with running_fleet(source, {"left": {"max_rows": 1}, "right": {"max_rows": 1}}) as fleet:
+        for engine in fleet.engines.values():
+            engine.executor.hooks.is_open.clear()
+        calls = [asyncio.create_task(fleet.generate(f"{place}" * 9, stopping=SHORT)) for place in range(4)]
+        assert await until(lambda: waiting_and_running(fleet) == (2, 2))
+        for engine in fleet.engines.values():
+            await engine.vanish()
+        assert await until(lambda: not fleet.router.fleet.is_ready)
+        await fleet.engines["right"].come_back()
+        assert await until(lambda: sum(call.done() for call in calls) == 3)
+        [bound] = [call for call in calls if not call.done()]
+        await fleet.engines["left"].come_back()
+        assert (await bound).usage.generated_tokens == 3
+        assert (counts(fleet)["right"], counts(fleet)["left"]) == (3, 1)
+        await fleet.settle()
+
+
+async def test_one_that_waits_for_blocks_moves_too_and_leaves_none_behind(source: str) -> None:
+    """Its allocation is under way, or refused again and again: no block of it stays at the engine that was lost."""
+    engines = {"left": {"num_blocks": 32}, "right": {"num_blocks": 32}}
+    async with running_fleet(source, engines) as fleet:
+        for engine in fleet.engines.values():
+            engine.executor.hooks.is_open.clear()
+        stopping = {"max_tokens": 20, "ignore_eos": True}
+        calls = [asyncio.create_task(fleet.generate(f"{place}" * 70, stopping=stopping)) for place in range(4)]
+        assert await until(lambda: waiting_and_running(fleet) == (2, 2))
+        await fleet.engines["left"].vanish()
+        assert await until(lambda: fleet.metric("octavo_num_requests_waiting", engine="right") == 2)
+        await fleet.engines["left"].come_back()
+        fleet.engines["right"].executor.hooks.is_open.set()
+        for call in calls:
+            assert (await call).usage.generated_tokens == 20
+        await fleet.settle()
+
+
+async def test_executors_of_one_pool_share_what_is_cached(source: str) -> None:
+    """Two engines on one cache service and memory: a prompt is cached for both, so the idler one takes it."""
+    async with running_engine(source) as first:
+        arena = first.executor.arena
+        second = FakeExecutor(counting, source, first.cache_address, executor_id="second", arena=arena)
+        await second.start()
+        pool = EngineAddress(name="other", cache_service=first.cache_address, executor=second.address)
+        mine = EngineAddress(name="mine", cache_service=first.cache_address, executor=first.executor.address)
+        async with running_fleet(source, {}, elsewhere=(mine, pool)) as fleet:
+            assert await until(lambda: fleet.is_up("mine") and fleet.is_up("other"))
+            for place in range(4):
+                answer = await fleet.generate("a" * 24, stopping=SHORT)
+                assert answer.usage.cached_tokens == (20 if place else 0)
+            for name in ("mine", "other"):
+                assert fleet.metric("octavo_request_success_total", engine=name) == 2
+            assert await until(first.is_settled)
+            [load] = (await fleet.stub.GetLoad(inference_pb2.GetLoadRequest())).models
+            assert load.kv_cache_usage_ratio == 0
+        await second.stop()
