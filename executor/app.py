@@ -29,6 +29,7 @@ from executor.metrics import ExecutorMetrics, MeteredRunner, StateCollector
 from executor.model.description import ModelDescription
 from executor.model.forward import CausalModel
 from executor.model.loader import describe_model, load_model
+from executor.model.rewrite import INT8, rewrite_model
 from executor.model.verify import verify_model
 from executor.model.vocabulary import load_vocabulary
 from executor.runner import Runner
@@ -46,6 +47,8 @@ from octavo.tls import TlsSource
 
 log = logging.getLogger(__name__)
 
+LOADED_AS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", INT8: "float32"}
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
@@ -55,6 +58,7 @@ class LoadedModel:
     description: ModelDescription
     geometry: KvGeometry
     attention: AttentionBackend
+    weights: str  # number format of its linear layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,16 +115,19 @@ def load(config: ExecutorConfig) -> LoadedModel:
     transformers_logging.disable_progress_bar()
     source = resolve_model(config.model)
     began_s = time.monotonic()
-    log.info("loading %s as %s", config.model, config.weights_dtype)
-    model = load_model(source, config.weights_dtype)
-    description = describe_model(model, source, config.model_name, config.max_context_tokens)
-    kv_dtype = config.weights_dtype if config.kv_dtype == "auto" else config.kv_dtype
+    dtype = LOADED_AS[config.weights]
+    log.info("loading %s as %s", config.model, dtype)
+    model = load_model(source, dtype)
+    kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
     geometry = KvGeometry(config.block_size, kv_dtype, model.layers)
-    log.info("loaded %s (%s) in %.1f s", description.name, description.architecture, time.monotonic() - began_s)
+    log.info("loaded %s (%s) in %.1f s", source.name, type(model.module).__name__, time.monotonic() - began_s)
     if config.verify_model:
         difference = verify_model(model, attention, geometry)
         log.info("verified: paged logits are within %.2g of the plain model's", difference)
-    return LoadedModel(model, description, geometry, attention)
+    if config.rewrite_model:
+        model = rewrite_model(model, attention, geometry, int8=config.weights == INT8)
+    description = describe_model(model, source, config.model_name, config.max_context_tokens)
+    return LoadedModel(model, description, geometry, attention, model.linear_format)
 
 
 @asynccontextmanager
@@ -215,7 +222,7 @@ def _describe(config: ExecutorConfig, loaded: LoadedModel, grant: ArenaGrant) ->
         kv_dtype=loaded.geometry.dtype,
         device=config.device,
         attention=loaded.attention.name,
-        weights_dtype=config.weights_dtype,
+        weights_dtype=loaded.weights,
         max_rows=config.max_rows,
         max_tokens_per_step=config.max_tokens_per_step,
         max_steps_in_flight=MAX_STEPS_IN_FLIGHT,

@@ -54,7 +54,7 @@ class CpuStep:
 
     def __init__(self, library: ctypes.CDLL, batch: AttentionBatch, views: tuple[KvViews, ...]) -> None:
         self._library = library
-        self._views = views
+        self.views = views
         self._batch = batch  # holds the memory that `rows` points into
         self._threads = torch.get_num_threads()
         self._work: dict[_Shape, int] = {}
@@ -76,7 +76,7 @@ class CpuStep:
 
     def attend(self, layer: LayerAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See `PreparedAttention`."""
-        views = self._views[layer.layer]
+        views = self.views[layer.layer]
         asked = attention_layer(layer, views, query.shape[1])
         output = query.new_empty((*query.shape[:2], views.v.shape[3]), dtype=torch.float32)
         parts = [_as_floats(part) for part in (query, key, value)]  # holds the copies while C++ reads them

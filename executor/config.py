@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-WeightsDtype = Literal["float32", "bfloat16", "float16"]
+Weights = Literal["fp32", "bf16", "fp16", "int8"]
 KvDtype = Literal["auto", "float32", "bfloat16", "float16"]
 Attention = Literal["auto", "cpu", "torch", "triton", "triton-interpret"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -46,7 +46,9 @@ class ExecutorConfig(BaseModel):
 
     model: str = Field("demo", min_length=1, description="a folder, a .gguf file, a hub id, or demo")
     model_name: str = Field("", description="name that clients ask for; empty: the model's own")
-    weights_dtype: WeightsDtype = Field("float32", description="number format of weights and activations")
+    weights: Weights = Field(
+        "fp32", description="number format of the linear layers; int8 quantizes what is loaded as fp32, see executor.md"
+    )
     device: Literal["cpu"] = Field("cpu", description="device that holds the weights and the KV blocks")
     attention: Attention = Field(
         "auto",
@@ -56,6 +58,10 @@ class ExecutorConfig(BaseModel):
     threads: int = Field(0, ge=0, description="threads of one operator; 0: one per processor that this process may use")
     verify_model: bool = Field(
         True, description="compare the paged model with its plain form on a few tokens before serving"
+    )
+
+    rewrite_model: bool = Field(
+        True, description="run the layers as one call of the kernels that attention cpu has, where the model allows it"
     )
 
     block_size: int = Field(16, ge=1, le=1024, description="tokens per KV block")

@@ -13,6 +13,7 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
@@ -46,6 +47,11 @@ def save_tiny_gemma2(folder: Path, **config: object) -> Path:
     fields = {"num_hidden_layers": 2, "num_key_value_heads": 2, "sliding_window": 24, "layer_types": layer_types}
     fields |= {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 4}
     return _save(Gemma2ForCausalLM, Gemma2Config(**(fields | _common() | config)), folder)
+
+
+def save_tiny(kind: type[PreTrainedModel], config: type[PreTrainedConfig], folder: Path) -> Path:
+    """A model of any kind that takes Llama's options: 2 layers, 4 heads, 2 KV heads, head size 16."""
+    return _save(kind, config(**({"num_hidden_layers": 2, "num_key_value_heads": 2} | _common())), folder)
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

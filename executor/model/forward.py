@@ -1,7 +1,7 @@
 """A loaded model as a function from a packed batch to logits."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -10,6 +10,18 @@ from executor.arena import LayerGeometry
 from executor.attention import PreparedAttention
 from executor.batch import Batch
 from executor.model.hook import AttentionHook
+from executor.model.probe import Probed
+
+
+class Rewritten(Protocol):
+    """A faster form of the same model."""
+
+    @property
+    def weights_format(self) -> str:
+        """Number format of its linear layers."""
+
+    def forward(self, batch: Batch, attention: Any, logits_tokens: Tensor) -> Tensor:
+        """Logits of some tokens of the batch, [num_logits, vocabulary_size] float32. Writes the batch's KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +31,25 @@ class CausalModel:
     module: Any  # PreTrainedModel
     hook: AttentionHook
     config: Any  # PretrainedConfig
-    layers: tuple[LayerGeometry, ...]  # attention layers in order of call
-    vocabulary_size: int
+    probed: Probed
     weights_dtype: torch.dtype
+    rewritten: Rewritten | None = None  # None: the modeling code runs as it is
+
+    @property
+    def layers(self) -> tuple[LayerGeometry, ...]:
+        """Attention layers in order of call."""
+        return self.probed.geometry
+
+    @property
+    def linear_format(self) -> str:
+        """Number format of the linear layers: float32, bfloat16, float16 or int8."""
+        loaded = str(self.weights_dtype).removeprefix("torch.")
+        return loaded if self.rewritten is None else self.rewritten.weights_format
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Logits per token."""
+        return self.probed.vocabulary_size
 
     def forward(self, batch: Batch, attention: PreparedAttention) -> Tensor:
         """Logits of the sampling rows, then of the scored tokens. Writes the batch's KV.
@@ -32,6 +60,8 @@ class CausalModel:
         tokens = batch.logits_tokens
         if batch.prompt_scores is not None:
             tokens = torch.cat((tokens, batch.prompt_scores.logits_tokens))
+        if self.rewritten is not None:
+            return self.rewritten.forward(batch, attention, tokens)
         with torch.inference_mode(), self.hook.during(attention):
             output = self.module(
                 input_ids=batch.input_ids[None],

@@ -41,8 +41,8 @@ def load_model(source: ModelSource, weights_dtype: str) -> CausalModel:
     else:
         module = _load_checked(source, location, options, weights_dtype)
     hook = AttentionHook(module)
-    layers, vocabulary_size = probe_geometry(module, hook, module.config)
-    return CausalModel(module, hook, module.config, layers, vocabulary_size, WEIGHTS_DTYPES[weights_dtype])
+    probed = probe_geometry(module, hook, module.config)
+    return CausalModel(module, hook, module.config, probed, WEIGHTS_DTYPES[weights_dtype])
 
 
 def describe_model(model: CausalModel, source: ModelSource, name: str, max_context_tokens: int) -> ModelDescription:
@@ -56,12 +56,11 @@ def describe_model(model: CausalModel, source: ModelSource, name: str, max_conte
         OctavoError: FAILED_PRECONDITION: the context asked for is longer than the model's.
     """
     revision = getattr(model.config, "_commit_hash", None) or ""
-    dtype = str(model.weights_dtype).removeprefix("torch.")
     return ModelDescription(
         name=name or source.name,
         source=source.reference,
         revision=revision,
-        fingerprint=fingerprint_of(model.config.to_dict(), dtype, revision, weights_files(source.path)),
+        fingerprint=fingerprint_of(model.config.to_dict(), model.linear_format, revision, weights_files(source.path)),
         architecture=type(model.module).__name__,
         vocabulary_size=model.vocabulary_size,
         max_context_tokens=_context(model.config.get_text_config(), max_context_tokens),

@@ -4,6 +4,7 @@ Asking the code beats reading the configuration: every model names these differe
 elsewhere shows itself by not calling attention.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from executor.model.refusal import unsupported
 from executor.model.support import expected_window
 
 
-class _Recorder:
+class Recorder:
     """Attention that remembers what it was asked, and answers zeros."""
 
     def __init__(self) -> None:
@@ -35,16 +36,22 @@ class _Recorder:
         return query.new_zeros((query.shape[0], num_heads, value.shape[2]))
 
 
-def probe_geometry(model: nn.Module, hook: AttentionHook, config: Any) -> tuple[tuple[LayerGeometry, ...], int]:
-    """Run two tokens through the model.
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """What one call showed."""
 
-    Returns:
-        The attention layers in order of call, and the number of logits per token.
+    attention: tuple[LayerAttention, ...]  # attention layers in order of call
+    geometry: tuple[LayerGeometry, ...]
+    vocabulary_size: int  # logits per token
+
+
+def probe_geometry(model: nn.Module, hook: AttentionHook, config: Any) -> Probed:
+    """Run two tokens through the model.
 
     Raises:
         OctavoError: FAILED_PRECONDITION, MODEL_NOT_SUPPORTED.
     """
-    recorder = _Recorder()
+    recorder = Recorder()
     tokens = torch.zeros((1, 2), dtype=torch.long)
     positions = torch.arange(2)[None]
     with torch.inference_mode(), hook.during(recorder):
@@ -56,4 +63,4 @@ def probe_geometry(model: nn.Module, hook: AttentionHook, config: Any) -> tuple[
         raise unsupported(f"{len(recorder.layers)} of its {text.num_hidden_layers} layers are attention layers")
     if expected_window(text) and all(layer.window is None for layer in recorder.layers):
         raise unsupported("its configuration names a sliding window that its attention layers do not pass on")
-    return tuple(recorder.geometry), logits.shape[-1]
+    return Probed(tuple(recorder.layers), tuple(recorder.geometry), logits.shape[-1])

@@ -35,7 +35,7 @@ def compiled_library() -> Path:
     Raises:
         CompilerError: no compiler of GCC's kind, it failed, or nothing can be written.
     """
-    compiler = _compiler()
+    compiler = find_compiler()
     key = _key(compiler)
     for folder in (_cache_directory(), Path(tempfile.gettempdir()) / f"octavo-{os.getuid()}"):
         try:
@@ -70,8 +70,8 @@ def _compile(compiler: str, library: Path) -> None:
         Path(unfinished).unlink(missing_ok=True)
 
 
-def _compiler() -> str:
-    """$CXX, where it is set, else the first that is found."""
+def find_compiler() -> str:
+    """$CXX, where it is set, else the first that is found. Raises CompilerError."""
     for name in (os.environ.get("CXX"), *_COMPILERS):
         found = shutil.which(name) if name else None
         if found:

@@ -7,8 +7,11 @@
 
 #include <atomic>
 #include <exception>
+#include <vector>
 
 #include "attention.h"
+#include "decoder.h"
+#include "linear.h"
 #include "simd.h"
 
 using namespace octavo;
@@ -43,6 +46,52 @@ void octavo_attention(const Rows* rows, const AttentionLayer* layer, void* work,
                   value->head_stride);
     }
     static_cast<AttentionWork*>(work)->attend(*layer, *query, *out, omp_get_thread_num(), next);
+  }
+}
+
+// weights: [num_outputs, num_inputs]. Null where there is no memory.
+void* octavo_linear_pack(const float* weights, const float* bias, int64_t num_outputs, int64_t num_inputs, int format,
+                         int gated) {
+  try {
+    return pack_linear(weights, bias, num_outputs, num_inputs, format, gated);
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
+
+void octavo_linear_free(void* linear) { free_linear(static_cast<Linear*>(linear)); }
+
+// Outputs that a row of logits has room for: a whole number of panels.
+int64_t octavo_panel() { return kPanel; }
+
+// out: [num_tokens, num_outputs up to a whole panel]; in: [num_tokens, num_inputs up to a whole panel].
+int octavo_linear(const Linear* linear, const float* in, int64_t num_tokens, float* out, int threads) {
+  try {
+    int64_t stride = to_panels(linear->num_inputs);
+    std::vector<Code> codes(linear->format == kInt8 ? num_tokens * stride : 0);
+    int64_t scale_stride = num_scales(stride);
+    std::vector<float> scales(num_tokens * scale_stride);
+    std::vector<int32_t> offsets(num_tokens * scale_stride);
+    for (int64_t i = 0; i < num_tokens && linear->format == kInt8; ++i) {
+      quantize_row(in + i * stride, stride, &codes[i * stride], &scales[i * scale_stride], &offsets[i * scale_stride]);
+    }
+    Rows2d rows{const_cast<float*>(in), codes.data(), scales.data(), offsets.data(), stride, scale_stride};
+    std::atomic<int64_t> next{0};
+#pragma omp parallel num_threads(threads)
+    multiply(*linear, rows, num_tokens, Product{out, to_panels(linear->num_outputs), kStore, 0}, threads, next);
+    return 0;
+  } catch (const std::exception&) {
+    return 1;
+  }
+}
+
+// Nonzero where there is no memory; nothing was written then.
+int octavo_decode(const Decoder* decoder, const Step* step, int threads) {
+  try {
+    decode(*decoder, *step, threads);
+    return 0;
+  } catch (const std::exception&) {
+    return 1;
   }
 }
 

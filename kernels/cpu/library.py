@@ -51,6 +51,60 @@ class Heads(Structure):
     _fields_ = (("data", c_void_p), ("token_stride", c_int64), ("head_stride", c_int64))
 
 
+class Norm(Structure):
+    """RMSNorm; no weight: there is no norm here."""
+
+    _fields_ = (("weight", c_void_p), ("epsilon", c_float), ("unused", c_int32))
+
+
+class DecoderLayer(Structure):
+    """One layer of a rewritten model."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, Norm) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp", "query", "key")),
+        *((name, c_int64) for name in ("num_heads", "num_kv_heads", "k_head_dim", "v_head_dim", "rotary")),
+    )
+
+
+class Decoder(Structure):
+    """A rewritten model."""
+
+    _fields_ = (
+        ("layers", POINTER(DecoderLayer)),
+        *((name, c_int64) for name in ("num_layers", "hidden_size", "intermediate_size")),
+        ("embedding", c_void_p),
+        ("embedding_format", c_int32),
+        ("activation", c_int32),
+        ("embedding_scale", c_float),
+        ("logits_softcap", c_float),
+        ("last", Norm),
+        ("head", c_void_p),
+    )
+
+
+class RotaryTable(Structure):
+    """Cosines and sines by position."""
+
+    _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("rotary_dim", c_int64))
+
+
+class Step(Structure):
+    """What a step brings to a rewritten model."""
+
+    _fields_ = (
+        ("rows", Rows),
+        ("attention", POINTER(AttentionLayer)),
+        ("rotary", POINTER(RotaryTable)),
+        *((name, c_void_p) for name in ("input_ids", "positions", "logits_tokens")),
+        ("num_logits", c_int64),
+        ("logits", c_void_p),
+        ("logits_stride", c_int64),
+    )
+
+
+ACTIVATIONS = ("silu", "gelu_tanh")  # index: the number by which C++ knows it
+
 _SIGNATURES = {
     "octavo_lanes": (c_int, ()),
     "octavo_attention_begin": (c_void_p, (POINTER(Rows), POINTER(AttentionLayer), c_int)),
@@ -59,6 +113,11 @@ _SIGNATURES = {
         None,
         (POINTER(Rows), POINTER(AttentionLayer), c_void_p, *[POINTER(Heads)] * 4, c_int),
     ),
+    "octavo_panel": (c_int64, ()),
+    "octavo_linear_pack": (c_void_p, (c_void_p, c_void_p, c_int64, c_int64, c_int, c_int)),
+    "octavo_linear_free": (None, (c_void_p,)),
+    "octavo_linear": (c_int, (c_void_p, c_void_p, c_int64, c_void_p, c_int)),
+    "octavo_decode": (c_int, (POINTER(Decoder), POINTER(Step), c_int)),
 }
 
 
@@ -80,6 +139,11 @@ def load_library() -> ctypes.CDLL:
         raise CompilerError(
             f"it would run threads of {added.pop()} beside PyTorch's of {before.pop()}, on the same processors"
         )
+    return declare(library)
+
+
+def declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Tell ctypes the types of the functions."""
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, list(arguments)

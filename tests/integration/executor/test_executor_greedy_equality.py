@@ -15,6 +15,7 @@ from executor.attention_choice import choose_attention
 from executor.ids import SessionId
 from executor.model.forward import CausalModel
 from executor.model.loader import load_model
+from executor.model.rewrite import rewrite_model
 from executor.runner import Runner
 from executor.session import Session
 from executor.step import BlockTable, RowSampling, RowStart, StepResult, TableExtension
@@ -27,6 +28,7 @@ from tests.tiny_models import VOCABULARY_SIZE, save_tiny_gemma2, save_tiny_gemma
 BLOCK = 4
 NUM_BLOCKS = 200
 NUM_TOKENS = 32
+REWRITTEN = "rewritten"
 LENGTHS = (1, BLOCK + 1, 3 * BLOCK, 40)
 
 
@@ -35,13 +37,17 @@ class Case:
     """A loaded model, its oracle, and prompts."""
 
     model: CausalModel
+    rewritten: CausalModel
     oracle: Oracle
     prompts: list[list[int]]
 
-    def session(self, attention: str = "cpu") -> Session:
+    def session(self, attention: str = REWRITTEN) -> Session:
+        """attention: a back end's name, or REWRITTEN: the default, where the layers are one call with attention."""
         arena = private_arena(KvGeometry(BLOCK, "float32", self.model.layers), NUM_BLOCKS)
         limits = StepLimits(BLOCK, NUM_BLOCKS, VOCABULARY_SIZE, 512, 2048)
-        return Session(SessionId(1), 8, limits, Runner(self.model, arena, choose_attention(attention, "cpu")))
+        model = self.rewritten if attention == REWRITTEN else self.model
+        backend = choose_attention("cpu" if attention == REWRITTEN else attention, "cpu")
+        return Session(SessionId(1), 8, limits, Runner(model, arena, backend))
 
 
 @pytest.fixture(
@@ -52,7 +58,11 @@ def case(request, tmp_path_factory) -> Case:
     rng = random.Random(1)
     prompts = [[rng.randrange(5, VOCABULARY_SIZE) for _ in range(length)] for length in LENGTHS]
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return Case(load_model(resolve_model(str(folder)), "float32"), Oracle(plain), prompts)
+    model = load_model(resolve_model(str(folder)), "float32")
+    geometry = KvGeometry(BLOCK, "float32", model.layers)
+    rewritten = rewrite_model(model, choose_attention("cpu", "cpu"), geometry)
+    assert rewritten.rewritten is not None
+    return Case(model, rewritten, Oracle(plain), prompts)
 
 
 def blocks_of(slot: int, num_tokens: int) -> list[int]:
@@ -82,7 +92,8 @@ def generate(session: Session, prompts: list[list[int]], chunk: int, num_tokens:
 
 
 @pytest.mark.parametrize(
-    ("attention", "chunk"), [*(("cpu", chunk) for chunk in (1, 7, 16, 2048)), ("torch", 7), ("torch", 2048)]
+    ("attention", "chunk"),
+    [*((REWRITTEN, chunk) for chunk in (1, 7, 16, 2048)), ("cpu", 7), ("torch", 7), ("torch", 16)],
 )
 def test_a_batch_of_four_equals_the_oracle(case: Case, attention: str, chunk: int):
     """Field failure 16: every chunk size gives the same tokens, prefill mixed with decodes."""
@@ -134,7 +145,7 @@ def test_a_row_that_starts_on_computed_blocks_continues_the_sequence(case: Case)
     assert outcome.token_ids.tolist() + run_greedy(session, 12, 3, len(history), 21) == expected[10:NUM_TOKENS]
 
 
-@pytest.mark.parametrize("attention", ["torch", "cpu", "triton-interpret"])
+@pytest.mark.parametrize("attention", ["torch", "cpu", REWRITTEN, "triton-interpret"])
 def test_a_copied_block_continues_apart_from_its_source(case: Case, attention: str):
     """Field failure 9: copies come before the forward pass, and read every source before any target is written."""
     prompt = case.prompts[1]  # one full block, and one token in the second
@@ -152,7 +163,7 @@ def test_a_copied_block_continues_apart_from_its_source(case: Case, attention: s
     assert outcome.token_ids.tolist() == [expected, expected, different]
 
 
-@pytest.mark.parametrize("attention", ["torch", "cpu", "triton-interpret"])
+@pytest.mark.parametrize("attention", ["torch", "cpu", REWRITTEN, "triton-interpret"])
 def test_swapped_blocks_swap_their_sequences(case: Case, attention: str):
     """Field failure 9: a copy whose source is another copy's target."""
     left, right = case.prompts[1][:BLOCK], case.prompts[2][:BLOCK]

@@ -108,7 +108,7 @@ def test_a_killed_executor_leaves_the_arena_to_its_successor_which_drains(tmp_pa
     assert list(first.token_ids) == list(second.token_ids) != []
     assert after.executor_epoch > before.executor_epoch
     log = (tmp_path / "executor.log").read_text()
-    for word in ("device cpu", "attention torch", "weights float32", "1 threads", "blocks of 16 tokens", "verified"):
+    for word in ("device cpu", "attention cpu", "weights float32", "1 threads", "blocks of 16 tokens", "verified"):
         assert word in log
     assert "Traceback" not in log
 
@@ -141,7 +141,7 @@ def _logging_as_before() -> Iterator[None]:
     ("options", "code", "text"),
     [
         (("--model=/no/such/model",), 2, "there is no such file"),
-        (("--attention=triton",), 2, "attention 'triton' is not available on cpu; available: torch, triton-interpret"),
+        (("--attention=triton",), 2, "attention 'triton' is not available on cpu; available: torch, cpu, triton-interpret"),
         (("--listen=unix:/no/such/folder/socket",), 2, "cannot listen on unix:/no/such/folder/socket"),
         ((), 1, "nobody.sock"),
     ],

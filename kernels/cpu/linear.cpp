@@ -1,0 +1,288 @@
+// Packing and products of linear layers. A micro-kernel computes kMaxRows tokens by one panel in registers.
+#include "linear.h"
+
+#include <cmath>
+#include <cstdlib>
+#include <new>
+
+namespace octavo {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kMaxRows = 12;
+#else
+constexpr int kMaxRows = 6;
+#endif
+constexpr int64_t kRowBlock = 8 * kMaxRows;  // tokens that meet a panel while it is in the first cache
+
+typedef Words WordsUnaligned __attribute__((aligned(4)));
+
+template <typename T>
+T* allocate(int64_t count) {
+  int64_t bytes = std::max<int64_t>(64, (count * sizeof(T) + 63) / 64 * 64);
+  void* memory = std::aligned_alloc(64, bytes);
+  if (memory == nullptr) throw std::bad_alloc();
+  std::memset(memory, 0, bytes);
+  return static_cast<T*>(memory);
+}
+
+// ---------------------------------------------------------------------------------------------- products of integers
+
+#if defined(OCTAVO_EMULATE_VNNI)
+typedef Words Weights8;
+inline Weights8 load_weights(const int8_t* from) { return *reinterpret_cast<const WordsUnaligned*>(from); }
+inline Words dot(Words sum, Weights8 weights, int32_t codes) {
+  for (int lane = 0; lane < kLanes; ++lane) {
+    for (int i = 0; i < 4; ++i) {
+      sum[lane] += static_cast<uint8_t>(weights[lane] >> (8 * i)) * static_cast<int8_t>(codes >> (8 * i));
+    }
+  }
+  return sum;
+}
+#elif defined(__AVX512F__) && defined(__AVX512VNNI__)
+typedef __m512i Weights8;
+inline Weights8 load_weights(const int8_t* from) { return _mm512_loadu_si512(from); }
+inline Words dot(Words sum, Weights8 weights, int32_t codes) {
+  return (Words)_mm512_dpbusd_epi32((__m512i)sum, weights, _mm512_set1_epi32(codes));
+}
+#elif !defined(__AVX512F__) && defined(__AVXVNNI__)
+typedef __m256i Weights8;
+inline Weights8 load_weights(const int8_t* from) { return _mm256_loadu_si256((const __m256i*)from); }
+inline Words dot(Words sum, Weights8 weights, int32_t codes) {
+  return (Words)_mm256_dpbusd_avx_epi32((__m256i)sum, weights, _mm256_set1_epi32(codes));
+}
+#elif defined(__AVX512BW__)
+typedef __m512i Weights8;
+inline Weights8 load_weights(const int8_t* from) {
+  return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)from));
+}
+inline Words dot(Words sum, Weights8 weights, int32_t codes) {
+  return sum + (Words)_mm512_madd_epi16(weights, _mm512_set1_epi32(codes));
+}
+#elif defined(__AVX2__)
+typedef __m256i Weights8;
+inline Weights8 load_weights(const int8_t* from) {
+  return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from));
+}
+inline Words dot(Words sum, Weights8 weights, int32_t codes) {
+  return sum + (Words)_mm256_madd_epi16(weights, _mm256_set1_epi32(codes));
+}
+#else
+// Words of pairs, by plain arithmetic.
+struct Weights8 {
+  Words low, high;
+};
+inline Weights8 load_weights(const int8_t* from) {
+  Weights8 weights;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    weights.low[lane] = from[2 * lane];
+    weights.high[lane] = from[2 * lane + 1];
+  }
+  return weights;
+}
+inline Words dot(Words sum, Weights8 weights, int32_t codes) {
+  return sum + weights.low * static_cast<int16_t>(codes) + weights.high * (codes >> 16);
+}
+#endif
+
+// ------------------------------------------------------------------------------------------------------ micro-kernels
+
+inline void finish(const Product& product, int64_t token, int64_t panel, Floats first, Floats second) {
+  if (product.epilogue == kGate) {
+    store(product.out + token * product.stride + panel * kLanes, activate(first, product.activation) * second);
+    return;
+  }
+  float* to = product.out + token * product.stride + panel * kPanel;
+  if (product.epilogue == kAdd) {
+    first += load(to);
+    second += load(to + kLanes);
+  }
+  store(to, first);
+  store(to + kLanes, second);
+}
+
+// Float sums lie in memory: registers are for the integers.
+template <int kRows>
+void panel_int8(const Linear& linear, const Rows2d& in, int64_t token, int64_t panel, const Product& product) {
+  int64_t groups = (linear.num_inputs + kGroup - 1) / kGroup;
+  const int8_t* weights = reinterpret_cast<const int8_t*>(linear.weights) + panel * groups * kGroup * kPanel;
+  const Code* codes = in.codes + token * in.stride;
+  Floats totals[kRows][2] = {};
+  for (int64_t begin = 0, nth = 0; begin < groups; begin += kScaled / kGroup, ++nth) {
+    const float* scales = in.scales + token * in.scale_stride + nth;
+    const int32_t* offsets = in.offsets + token * in.scale_stride + nth;
+    int64_t end = std::min(begin + kScaled / kGroup, groups);
+    asm volatile("" : : "r"(totals) : "memory");  // keeps them out of the registers
+    Words sums[kRows][2];
+#pragma GCC unroll 12
+    for (int row = 0; row < kRows; ++row) {
+      sums[row][0] = sums[row][1] = Words{} + (kWeightZero ? offsets[row * in.scale_stride] : 0);
+    }
+    for (int64_t group = begin; group < end; ++group, weights += kGroup * kPanel) {
+      Weights8 first = load_weights(weights), second = load_weights(weights + kGroup * kLanes);
+#pragma GCC unroll 12
+      for (int row = 0; row < kRows; ++row) {
+        int32_t pair;
+        std::memcpy(&pair, codes + row * in.stride + group * kGroup, 4);
+        sums[row][0] = dot(sums[row][0], first, pair);
+        sums[row][1] = dot(sums[row][1], second, pair);
+      }
+    }
+#pragma GCC unroll 12
+    for (int row = 0; row < kRows; ++row) {
+      float scale = scales[row * in.scale_stride];
+      totals[row][0] += __builtin_convertvector(sums[row][0], Floats) * scale;
+      totals[row][1] += __builtin_convertvector(sums[row][1], Floats) * scale;
+    }
+  }
+  Floats scale[2], bias[2] = {};
+  for (int half = 0; half < 2; ++half) {
+    scale[half] = load(linear.scales + panel * kPanel + half * kLanes);
+    if (linear.bias) bias[half] = load(linear.bias + panel * kPanel + half * kLanes);
+  }
+  for (int row = 0; row < kRows; ++row) {
+    finish(product, token + row, panel, totals[row][0] * scale[0] + bias[0], totals[row][1] * scale[1] + bias[1]);
+  }
+}
+
+template <int kRows, int32_t kFormat>
+void panel_floats(const Linear& linear, const Rows2d& in, int64_t token, int64_t panel, const Product& product) {
+  constexpr int64_t kBytes = kFormat == kFloat32 ? 4 : 2;
+  const char* weights = linear.weights + panel * linear.num_inputs * kPanel * kBytes;
+  const float* inputs = in.floats + token * in.stride;
+  Floats sums[kRows][2] = {};
+  for (int64_t k = 0; k < linear.num_inputs; ++k, weights += kPanel * kBytes) {
+    Floats first, second;
+    if constexpr (kFormat == kBfloat16) {
+      first = load_bfloat16(weights);
+      second = load_bfloat16(weights + kLanes * 2);
+    } else if constexpr (kFormat == kFloat16) {
+      first = load_float16(weights);
+      second = load_float16(weights + kLanes * 2);
+    } else {
+      first = load(reinterpret_cast<const float*>(weights));
+      second = load(reinterpret_cast<const float*>(weights) + kLanes);
+    }
+#pragma GCC unroll 12
+    for (int row = 0; row < kRows; ++row) {
+      float input = inputs[row * in.stride + k];
+      sums[row][0] += first * input;
+      sums[row][1] += second * input;
+    }
+  }
+  for (int row = 0; row < kRows; ++row) {
+    if (linear.bias) {
+      sums[row][0] += load(linear.bias + panel * kPanel);
+      sums[row][1] += load(linear.bias + panel * kPanel + kLanes);
+    }
+    finish(product, token + row, panel, sums[row][0], sums[row][1]);
+  }
+}
+
+template <int kRows>
+void panel_rows(const Linear& linear, const Rows2d& in, int64_t token, int64_t count, int64_t panel,
+                const Product& product) {
+  if constexpr (kRows > 0) {
+    if (count != kRows) return panel_rows<kRows - 1>(linear, in, token, count, panel, product);
+    if (linear.format == kInt8) return panel_int8<kRows>(linear, in, token, panel, product);
+    if (linear.format == kBfloat16) return panel_floats<kRows, kBfloat16>(linear, in, token, panel, product);
+    if (linear.format == kFloat16) return panel_floats<kRows, kFloat16>(linear, in, token, panel, product);
+    panel_floats<kRows, kFloat32>(linear, in, token, panel, product);
+  }
+}
+
+}  // namespace
+
+void multiply(const Linear& linear, const Rows2d& in, int64_t num_tokens, const Product& product, int num_threads,
+              std::atomic<int64_t>& next) {
+  int64_t panels = linear.panels(), blocks = (num_tokens + kRowBlock - 1) / kRowBlock;
+  // Units of several panels, enough of them that no thread waits long for another.
+  int64_t width = std::max<int64_t>(1, panels * blocks / (num_threads * 16));
+  int64_t units_per_block = (panels + width - 1) / width;
+  for (int64_t unit; (unit = next.fetch_add(1, std::memory_order_relaxed)) < units_per_block * blocks;) {
+    int64_t begin = unit / units_per_block * kRowBlock, end = std::min(begin + kRowBlock, num_tokens);
+    int64_t first = unit % units_per_block * width, last = std::min(first + width, panels);
+    int64_t tiles = (end - begin + kMaxRows - 1) / kMaxRows;  // of about equal size: 8 tokens are 4 and 4
+    for (int64_t panel = first; panel < last; ++panel) {
+      for (int64_t tile = 0; tile < tiles; ++tile) {
+        int64_t from = begin + (end - begin) * tile / tiles, to = begin + (end - begin) * (tile + 1) / tiles;
+        panel_rows<kMaxRows>(linear, in, from, to - from, panel, product);
+      }
+    }
+  }
+}
+
+void quantize_row(const float* row, int64_t size, Code* codes, float* scales, int32_t* offsets) {
+  for (int64_t begin = 0; begin < size; begin += kScaled, ++scales, ++offsets) {
+    int64_t end = std::min(begin + kScaled, size);
+    Floats highest{}, poison{};
+    for (int64_t at = begin; at < end; at += kLanes) {
+      Floats x = load(row + at);
+      highest = maximum(x < 0.0f ? -x : x, highest);
+      poison += x * 0.0f;  // NaN and infinity have no code: they make the scale NaN
+    }
+    float largest = max_lanes(highest), inverse = largest > 0 ? 127.0f / largest : 0.0f;
+    Words total{};
+    for (int64_t at = begin; at < end; at += kLanes) {
+      Floats shifted = load(row + at) * inverse + 12582912.0f;  // 1.5 * 2^23: to the nearest integer, ties to even
+      Words whole = reinterpret_cast<Words>(shifted) - 0x4B400000;
+      whole = whole > 127 ? Words{} + 127 : whole;
+      whole = whole < -127 ? Words{} - 127 : whole;
+      total += whole;
+      typedef Code Codes __attribute__((vector_size(kLanes * sizeof(Code)), aligned(1), may_alias));
+      *reinterpret_cast<Codes*>(codes + at) = __builtin_convertvector(whole, Codes);
+    }
+    *scales = largest / 127.0f + sum_lanes(poison);
+    int32_t sum = 0;
+    for (int lane = 0; lane < kLanes; ++lane) sum += total[lane];
+    *offsets = -kWeightZero * sum;
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------------ packing
+
+Linear* pack_linear(const float* weights, const float* bias, int64_t num_outputs, int64_t num_inputs, int32_t format,
+                    bool gated) {
+  auto* linear = new Linear{num_outputs, num_inputs, format, gated, nullptr, nullptr, nullptr};
+  int64_t groups = (num_inputs + kGroup - 1) / kGroup, padded_outputs = linear->panels() * kPanel;
+  int64_t per_output = format == kInt8 ? groups * kGroup : num_inputs * format_bytes(format);
+  linear->weights = allocate<char>(padded_outputs * per_output);
+  linear->scales = allocate<float>(padded_outputs);
+  linear->bias = bias ? allocate<float>(padded_outputs) : nullptr;
+  int64_t half = num_outputs / 2;
+  for (int64_t output = 0; output < padded_outputs; ++output) {
+    int64_t panel = output / kPanel, lane = output % kPanel, source = output;
+    if (gated) {
+      int64_t nth = panel * kLanes + lane % kLanes;  // of the gates, or of the values
+      source = nth >= half ? num_outputs : lane < kLanes ? nth : half + nth;
+    }
+    if (source >= num_outputs) continue;
+    const float* row = weights + source * num_inputs;
+    if (bias) linear->bias[output] = bias[source];
+    if (format != kInt8) {
+      char* to = linear->weights + panel * num_inputs * kPanel * format_bytes(format);
+      for (int64_t k = 0; k < num_inputs; ++k) narrow(to + (k * kPanel + lane) * format_bytes(format), row[k], format);
+      continue;
+    }
+    float largest = 0;
+    for (int64_t k = 0; k < num_inputs; ++k) largest = std::max(largest, std::fabs(row[k]));
+    linear->scales[output] = largest / 127.0f;
+    float inverse = largest > 0 ? 127.0f / largest : 0.0f;
+    auto* to = reinterpret_cast<int8_t*>(linear->weights) + panel * groups * kGroup * kPanel;
+    for (int64_t k = 0; k < num_inputs; ++k) {
+      auto code = static_cast<int32_t>(std::nearbyint(row[k] * inverse));
+      to[(k / kGroup * kPanel + lane) * kGroup + k % kGroup] = static_cast<int8_t>(code + kWeightZero);
+    }
+  }
+  return linear;
+}
+
+void free_linear(Linear* linear) {
+  if (linear == nullptr) return;
+  std::free(linear->weights);
+  std::free(linear->scales);
+  std::free(linear->bias);
+  delete linear;
+}
+
+}  // namespace octavo

@@ -1,0 +1,87 @@
+// Linear layers: weights packed once for the width of this processor's vectors, and a team's share of one product.
+//
+// Dense weights are multiplied in float32. Int8 weights, with one scale per output, meet int8 codes of the input with one
+// scale per token and kScaled inputs; sums of their products are exact 32-bit integers, and added up in float32. In every
+// format an output's arithmetic is one chain over k, whatever the number of tokens: its bits do not depend on the batch.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+#include "simd.h"
+
+namespace octavo {
+
+// Outputs of one panel of packed weights.
+constexpr int64_t kPanel = 2 * kLanes;
+
+#if (defined(__AVX512F__) && defined(__AVX512VNNI__)) || (!defined(__AVX512F__) && defined(__AVXVNNI__)) || \
+    defined(OCTAVO_EMULATE_VNNI)
+// Products of four bytes at once, of which one must be unsigned: weights are stored plus kWeightZero, and the sums begin
+// at what that adds.
+constexpr int kGroup = 4;
+typedef int8_t Code;
+constexpr int kWeightZero = 128;
+#else
+// Products of two 16-bit numbers at once: exact, where bytes by bytes would saturate.
+constexpr int kGroup = 2;
+typedef int16_t Code;
+constexpr int kWeightZero = 0;
+#endif
+
+// Inputs that share a scale. 64: a tenth more work than one scale a token, and half the error (measured).
+constexpr int64_t kScaled = 64;
+
+enum Activation : int32_t { kSilu = 0, kGeluTanh = 1 };
+enum Epilogue : int32_t { kStore = 0, kAdd = 1, kGate = 2 };
+
+struct Linear {
+  int64_t num_outputs, num_inputs;
+  int32_t format;
+  int32_t gated;     // panels hold kLanes gates and the kLanes values that they gate
+  char* weights;     // [panels][num_inputs / group][kPanel][group]
+  float* scales;     // [panels * kPanel], int8 only
+  float* bias;       // [panels * kPanel] or null
+  int64_t panels() const { return (num_outputs + kPanel - 1) / kPanel; }
+};
+
+inline int64_t to_panels(int64_t size) { return (size + kPanel - 1) / kPanel * kPanel; }
+
+// One input row per token, in the form that the weights' format takes.
+struct Rows2d {
+  float* floats;
+  Code* codes;
+  float* scales;     // [tokens, scale_stride], of each kScaled codes
+  int32_t* offsets;  // [tokens, scale_stride], where their sums begin
+  int64_t stride;    // of floats and of codes
+  int64_t scale_stride;
+};
+
+inline int64_t num_scales(int64_t size) { return (size + kScaled - 1) / kScaled; }
+
+struct Product {
+  float* out;
+  int64_t stride;
+  int32_t epilogue, activation;
+};
+
+// weights: [num_outputs, num_inputs] float32, rows next to each other; gated: first all gates, then all values.
+// Throws std::bad_alloc.
+Linear* pack_linear(const float* weights, const float* bias, int64_t num_outputs, int64_t num_inputs, int32_t format,
+                    bool gated);
+void free_linear(Linear* linear);
+
+// One member's share of out = in * weights^T, units taken from the counter.
+void multiply(const Linear& linear, const Rows2d& in, int64_t num_tokens, const Product& product, int num_threads,
+              std::atomic<int64_t>& next);
+
+// Codes of one row, and scales and offsets of each kScaled of them; `size` is a multiple of kLanes.
+void quantize_row(const float* row, int64_t size, Code* codes, float* scales, int32_t* offsets);
+
+inline Floats activate(Floats x, int32_t activation) {
+  if (activation == kSilu) return x / (1.0f + exponential(-x));
+  return 0.5f * x * (1.0f + hyperbolic_tangent(0.7978845608028654f * (x + 0.044715f * x * x * x)));
+}
+
+}  // namespace octavo
