@@ -141,7 +141,7 @@ def _logging_as_before() -> Iterator[None]:
     ("options", "code", "text"),
     [
         (("--model=/no/such/model",), 2, "there is no such file"),
-        (("--attention=triton",), 2, "attention 'triton' is not available on cpu; available: torch, cpu, triton-interpret"),
+        (("--attention=triton",), 2, "is not available on cpu; available: torch, cpu, triton-interpret"),
         (("--listen=unix:/no/such/folder/socket",), 2, "cannot listen on unix:/no/such/folder/socket"),
         ((), 1, "nobody.sock"),
     ],
