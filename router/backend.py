@@ -91,7 +91,8 @@ class Backend:
         """Fill in what takes the tokenizer or a grammar's compiler; most requests ask nothing of them."""
         checked = spec.checked
         if checked.constraint is not None:
-            spec = replace(spec, grammar=await self._compiler.grammar_of(checked.constraint))
+            resumed = [token_ids for _, token_ids in checked.resume]
+            spec = replace(spec, grammar=await self._compiler.grammar_of(checked.constraint, resumed))
         if not (checked.output.echo or checked.sampling.bad_words):
             return spec
         return await self._in_thread(

@@ -9,7 +9,7 @@ import json
 import logging
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -25,6 +25,8 @@ _MAX_LINE_BYTES = 64 * 1024 * 1024
 _MAX_MESSAGE_CHARS = 300
 _TOO_HARD = "takes more than 2 s of CPU time or 512 MiB to compile; make it simpler"
 _NO_VOCABULARY = "cannot be followed by this model: the bytes of its tokens are not known"
+
+Resumed = Sequence[Sequence[int]]
 
 
 class ConstraintCompiler:
@@ -46,17 +48,24 @@ class ConstraintCompiler:
         self._turn = asyncio.Lock()
         self._kept: dict[Constraint, dict[str, str]] = {}
 
-    async def grammar_of(self, constraint: Constraint) -> str:
+    async def grammar_of(self, constraint: Constraint, resumed: Resumed = ()) -> str:
         """What executors follow.
+
+        Args:
+            resumed: tokens of each answer that is resumed; they must be such as the constraint allows.
 
         Raises:
             OctavoError: INVALID_ARGUMENT, with what is wrong and where.
         """
-        answer = self._kept.get(constraint)
+        answer = None if resumed else self._kept.get(constraint)
         if answer is None:
             async with self._turn:
-                answer = self._kept.get(constraint) or await self._compile(constraint)
-            self._keep(constraint, answer)
+                answer = await self._compile(constraint, resumed)
+            if not resumed:
+                self._keep(constraint, answer)
+        if "misfit" in answer:
+            field = f"resume[{answer['misfit']}].token_ids"
+            raise invalid_argument(FieldViolation(field, f"is nothing that constraint.{constraint.kind} allows"))
         if "refusal" in answer:
             raise _refused(constraint, answer["refusal"])
         return answer["grammar"]
@@ -79,7 +88,7 @@ class ConstraintCompiler:
         if len(self._kept) > _MAX_KEPT:
             del self._kept[next(iter(self._kept))]
 
-    async def _compile(self, constraint: Constraint) -> dict[str, str]:
+    async def _compile(self, constraint: Constraint, resumed: Resumed) -> dict[str, str]:
         if self._is_closed:
             raise refusals.engine_lost()
         try:
@@ -88,7 +97,7 @@ class ConstraintCompiler:
             if self._process is None:
                 return {"refusal": _NO_VOCABULARY}
             process = self._process
-            answer = await _ask(process, _line(asdict(constraint)))
+            answer = await _ask(process, _line({"constraint": asdict(constraint), "resumed": resumed}))
         except BaseException:  # cancelled in the middle: the answer would be taken for that of the next
             await self._end()
             raise

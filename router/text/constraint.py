@@ -5,7 +5,7 @@ does it (`constraint_worker`). Not here: what goes with a constraint and what do
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from llguidance import LLMatcher, LLTokenizer
 
@@ -38,6 +38,17 @@ def grammar_of(constraint: Constraint, vocabulary: LLTokenizer) -> str:
     grammar = _without_forcing(grammar)
     _check_begins(grammar, vocabulary)
     return grammar
+
+
+def allows(grammar: str, vocabulary: LLTokenizer, token_ids: Sequence[int]) -> bool:
+    """Whether an answer may have begun so. What follows an end is not the grammar's."""
+    matcher, ends = begin(vocabulary, grammar), frozenset(vocabulary.eos_tokens)
+    for token_id in token_ids:
+        if token_id in ends:
+            return bool(matcher.is_accepting())
+        if matcher.is_stopped() or not matcher.consume_token(token_id):
+            return False
+    return True
 
 
 def _without_forcing(grammar: str) -> str:

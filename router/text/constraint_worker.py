@@ -19,7 +19,7 @@ from llguidance import LLTokenizer
 
 from octavo.grammar import vocabulary_of
 from router.request import Constraint
-from router.text.constraint import RefusedError, grammar_of
+from router.text.constraint import RefusedError, allows, grammar_of
 
 # The executor compiles what passes once more for each row, in the way of every stream.
 MAX_COMPILE_S = 0.5
@@ -45,11 +45,12 @@ def main() -> int:
     _answer(error="")
     for line in sys.stdin:
         _limit_time()
-        _answer(**_compiled(Constraint(**json.loads(line)), vocabulary))
+        question = json.loads(line)
+        _answer(**_compiled(Constraint(**question["constraint"]), question["resumed"], vocabulary))
     return 0
 
 
-def _compiled(constraint: Constraint, vocabulary: LLTokenizer) -> dict[str, str]:
+def _compiled(constraint: Constraint, resumed: list[list[int]], vocabulary: LLTokenizer) -> dict[str, Any]:
     began = time.process_time()
     try:
         grammar = grammar_of(constraint, vocabulary)
@@ -58,7 +59,8 @@ def _compiled(constraint: Constraint, vocabulary: LLTokenizer) -> dict[str, str]
     used_s = time.process_time() - began
     if used_s > MAX_COMPILE_S:
         return {"refusal": f"takes {used_s:.1f} s of CPU time to compile; at most {MAX_COMPILE_S} s: make it simpler"}
-    return {"grammar": grammar}
+    misfits = [place for place, token_ids in enumerate(resumed) if not allows(grammar, vocabulary, token_ids)]
+    return {"misfit": misfits[0]} if misfits else {"grammar": grammar}
 
 
 def _answer(**fields: Any) -> None:

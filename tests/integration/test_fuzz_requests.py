@@ -6,6 +6,7 @@ another number and another series, FUZZ_REPORT a file for the counts.
 
 import asyncio
 import json
+import math
 import os
 import threading
 import time
@@ -33,6 +34,7 @@ from tests.workloads import Answer, answer_of, read_stream
 BATCH = 64  # requests at once
 QUEUE = 24  # places for those that wait, so that some find none
 CONTEXT_TOKENS = 40  # what an answer without max_tokens may take
+PART = 3_200  # requests of one run of hypothesis
 FEW = 640
 MANY = 100_000
 STATUSES = {
@@ -144,7 +146,7 @@ def target(engine: RunningEngine) -> Iterator[Target]:
     try:
         router = target.run(
             resources.enter_async_context(
-                router_in_front_of(engine, max_queued_requests=QUEUE, max_running_requests=32, slack_blocks=1)
+                router_in_front_of(engine, max_queued_requests=QUEUE, max_running_requests=32, lease_ttl_s=60)
             )
         )
         target.address = f"127.0.0.1:{router.port}"
@@ -157,23 +159,12 @@ def target(engine: RunningEngine) -> Iterator[Target]:
 
 
 def fuzz(target: Target, num_requests: int, series: int) -> None:
-    """Requests in batches; a batch that breaks a rule is made as small as it can be and shown."""
+    """Requests in batches, until there are as many; the batch that breaks a rule is shown."""
     began, cpu_began = time.monotonic(), time.process_time()
-
-    @seed(series)
-    @settings(
-        max_examples=num_requests // BATCH,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate],
-        report_multiple_bugs=False,
-    )
-    @given(st.lists(calls(), min_size=BATCH, max_size=BATCH))
-    def send(batch: list[Call]) -> None:
-        target.run(target.send(batch))
-
-    send()
+    part = 0
+    while target.counts.total() < num_requests:
+        _send_some(target, min(PART, num_requests - target.counts.total()), f"{series}.{part}")
+        part += 1
     target.run(target.check_alive())
     report = {
         "requests": target.counts.total(),
@@ -185,6 +176,25 @@ def fuzz(target: Target, num_requests: int, series: int) -> None:
     print(json.dumps(report, indent=1))
     if path := os.environ.get("FUZZ_REPORT"):
         Path(path).write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _send_some(target: Target, num_requests: int, series: str) -> None:
+    """Hypothesis remembers all that it draws, so a long run is made of many short ones."""
+
+    @seed(series)
+    @settings(
+        max_examples=math.ceil(num_requests / BATCH),
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate],
+        report_multiple_bugs=False,
+    )
+    @given(st.lists(calls(), min_size=BATCH, max_size=BATCH))
+    def send(batch: list[Call]) -> None:
+        target.run(target.send(batch))
+
+    send()
 
 
 def test_a_few_random_requests(target: Target) -> None:

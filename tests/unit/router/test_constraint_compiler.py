@@ -97,6 +97,18 @@ async def test_every_text_can_be_written_without_special_tokens(compiler: Constr
         assert "no_forcing" in await compiler.grammar_of(constraint)
 
 
+async def test_resumed_tokens_that_the_constraint_does_not_allow(compiler: ConstraintCompiler) -> None:
+    """They are checked where the constraint is: an executor would fail the answer as INTERNAL."""
+    encode = tiny_tokenizer().encode
+    for text in ("1", "12", "123"):
+        await compiler.grammar_of(PLAIN, [encode(text, add_special_tokens=False)])
+        await compiler.grammar_of(PLAIN, [[], [*encode("123", add_special_tokens=False), EOS]])
+    for text in ("x", "1x", "1234"):
+        with pytest.raises(OctavoError) as caught:
+            await compiler.grammar_of(PLAIN, [[], encode(text, add_special_tokens=False)])
+        assert [each.field for each in caught.value.violations] == ["resume[1].token_ids"]
+
+
 async def test_a_tokenizer_whose_bytes_are_not_known() -> None:
     for definition in (lambda: None, lambda: "{}"):
         compiler = ConstraintCompiler(definition, VOCABULARY_SIZE, frozenset({EOS}))
