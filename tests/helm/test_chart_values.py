@@ -16,7 +16,7 @@ def test_the_schema_is_what_the_configs_say() -> None:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert module.FILE.read_text("utf-8") == module.render(), "run make chart"
+    assert module.FILE.read_text("utf-8") == module.render(), "run make docs"
 
 
 def _objects(schema: Object, path: str = "") -> Iterator[tuple[str, Object]]:
