@@ -9,6 +9,7 @@ from cache_service.metrics import make_registry
 from cache_service.service import CacheService
 from executor.metrics import ExecutorMetrics, StateCollector
 from router.metrics import RouterMetrics
+from router.tenants.metrics import TenantMetrics
 
 # What Prometheus adds to every series that it scrapes; the last three in Kubernetes.
 TARGET_LABELS = {"job", "instance", "namespace", "pod", "container"}
@@ -34,7 +35,9 @@ def _registries() -> list[CollectorRegistry]:
     of_executor = CollectorRegistry()
     ExecutorMetrics(of_executor, "model")
     of_executor.register(StateCollector({"executor": "", "model_name": "", "device": ""}, lambda: 0, lambda: 0))
-    return [RouterMetrics(list).registry, make_registry(CacheService()), of_executor]
+    of_router = RouterMetrics(list).registry
+    TenantMetrics(of_router, 0, dict, lambda: True)
+    return [of_router, make_registry(CacheService()), of_executor]
 
 
 def _families(registry: CollectorRegistry) -> list[tuple[str, str, set[str]]]:

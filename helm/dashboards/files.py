@@ -4,11 +4,11 @@ from pathlib import Path
 
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
-from helm.dashboards import kv_cache, overview
+from helm.dashboards import kv_cache, overview, tenants
 from helm.dashboards.panels import make_dashboard
 
 FOLDER = Path(__file__).parents[1] / "octavo" / "files" / "dashboards"
-DASHBOARDS = {"overview.json": overview, "kv-cache.json": kv_cache}
+DASHBOARDS = {"overview.json": overview, "kv-cache.json": kv_cache, "tenants.json": tenants}
 
 
 def render() -> dict[str, str]:
@@ -16,6 +16,6 @@ def render() -> dict[str, str]:
     encoder = JSONEncoder(sort_keys=True, indent=2)
     texts = {}
     for name, about in DASHBOARDS.items():
-        made = make_dashboard(about.UID, about.TITLE, about.DESCRIPTION, about.MODEL_SERIES, about.ROWS)
+        made = make_dashboard(about.UID, about.TITLE, about.DESCRIPTION, about.CHOICES, about.ROWS)
         texts[name] = encoder.encode(made.build()) + "\n"
     return texts

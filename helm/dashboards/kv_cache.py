@@ -1,10 +1,19 @@
 """The dashboard of the KV blocks: who has them, what the prefix cache gives, what is evicted and missed."""
 
-from helm.dashboards.panels import BY_MODEL, BY_NAMESPACE, Panel, Query, Row, quantiles
+from helm.dashboards.panels import (
+    BY_MODEL,
+    BY_NAMESPACE,
+    CHOICE_OF_MODEL,
+    CHOICE_OF_NAMESPACE,
+    Panel,
+    Query,
+    Row,
+    quantiles,
+)
 
 UID, TITLE = "octavo-kv-cache", "Octavo KV cache"
 DESCRIPTION = "KV blocks by state, what the prefix cache gives, and how long blocks live."
-MODEL_SERIES = "octavo_engine_up"
+CHOICES = (CHOICE_OF_NAMESPACE, CHOICE_OF_MODEL)
 
 _RATE = "[$__rate_interval]"
 _OF_ROUTERS = f'{BY_MODEL}, engine!=""'

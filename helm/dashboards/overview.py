@@ -1,10 +1,20 @@
 """The dashboard that is looked at first: is it up, how busy is it, how long do answers take."""
 
-from helm.dashboards.panels import BY_MODEL, BY_NAMESPACE, Panel, Query, Row, mean, quantiles
+from helm.dashboards.panels import (
+    BY_MODEL,
+    BY_NAMESPACE,
+    CHOICE_OF_MODEL,
+    CHOICE_OF_NAMESPACE,
+    Panel,
+    Query,
+    Row,
+    mean,
+    quantiles,
+)
 
 UID, TITLE = "octavo-overview", "Octavo overview"
 DESCRIPTION = "Whether engines serve, how busy they are, and how long answers take."
-MODEL_SERIES = "octavo_engine_up"
+CHOICES = (CHOICE_OF_NAMESPACE, CHOICE_OF_MODEL)
 
 _RATE = "[$__rate_interval]"
 _CALLS = f'octavo_grpc_requests_total{{{BY_NAMESPACE}, method=~"Generate.*"}}{_RATE}'

@@ -91,14 +91,19 @@ def mean(metric: str, by: str, selector: str, legend: str) -> Query:
     return Query(f"{total} / {count}", legend)
 
 
+# What all dashboards may be narrowed to, and those of models beside it.
+CHOICE_OF_NAMESPACE = ("namespace", "label_values(octavo_engine_up, namespace)")
+CHOICE_OF_MODEL = ("model", 'label_values(octavo_engine_up{namespace=~"$namespace"}, model_name)')
+CHOICE_OF_TENANT = ("tenant", 'label_values(octavo_tenant_requests_total{namespace=~"$namespace"}, tenant)')
+
+
 def make_dashboard(
-    uid: str, title: str, description: str, model_series: str, rows: Sequence[Row]
+    uid: str, title: str, description: str, choices: Sequence[tuple[str, str]], rows: Sequence[Row]
 ) -> dashboard.Dashboard:
     """A dashboard of these rows.
 
     Args:
-        model_series: the series whose labels `namespace` and `model_name` may be chosen from; of another one's labels
-            only `namespace`.
+        choices: variables that its expressions use: name, and query for the values.
     """
     made = (
         dashboard.Dashboard(title)
@@ -111,11 +116,9 @@ def make_dashboard(
         .refresh("30s")
         .time("now-1h", "now")
         .with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
-        .with_variable(_chosen_from("namespace", "Namespace", f"label_values({model_series}, namespace)"))
-        .with_variable(
-            _chosen_from("model", "Model", f'label_values({model_series}{{namespace=~"$namespace"}}, model_name)')
-        )
     )
+    for name, query in choices:
+        made.with_variable(_chosen_from(name, name.capitalize(), query))
     number = 0
     for row in rows:
         made.with_row(dashboard.Row(row.title).id(number := number + 1))

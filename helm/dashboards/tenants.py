@@ -1,0 +1,94 @@
+"""The dashboard of tenants: who uses how much, who is held back, who is not let in."""
+
+from helm.dashboards.panels import BY_NAMESPACE, CHOICE_OF_NAMESPACE, CHOICE_OF_TENANT, Panel, Query, Row
+
+UID, TITLE = "octavo-tenants", "Octavo tenants"
+DESCRIPTION = "What each tenant uses, which limits hold it back, and who is not let in."
+CHOICES = (CHOICE_OF_NAMESPACE, CHOICE_OF_TENANT)
+
+_RATE = "[$__rate_interval]"
+_BY_TENANT = f'{BY_NAMESPACE}, tenant=~"$tenant"'
+
+
+def _rate(metric: str, by: str, selector: str = _BY_TENANT) -> str:
+    return f"sum by ({by}) (rate({metric}{{{selector}}}{_RATE}))"
+
+
+def _tokens(kinds: str, by: str = "tenant") -> str:
+    return _rate("octavo_tenant_tokens_total", by, f'{_BY_TENANT}, kind=~"{kinds}"')
+
+
+_USE = Row(
+    "Use",
+    [
+        Panel(
+            "Calls", "reqps", [Query(_rate("octavo_tenant_requests_total", "tenant"), "{{tenant}}")], is_stacked=True
+        ),
+        Panel(
+            "Calls now",
+            "short",
+            [Query(f"sum by (tenant) (octavo_tenant_requests_in_flight{{{_BY_TENANT}}})", "{{tenant}}")],
+            is_stacked=True,
+        ),
+        Panel(
+            "Tokens a minute",
+            "short",
+            [Query(f"60 * {_tokens('prompt|generated')}", "{{tenant}}")],
+            "Prompt and generated, of ended requests: what tokens_per_minute limits.",
+            is_stacked=True,
+        ),
+    ],
+)
+
+_SHARES = Row(
+    "Prompts",
+    [
+        Panel(
+            "Share of prompt tokens found in the cache",
+            "percentunit",
+            [
+                Query(f"{_tokens('cached')} / {_tokens('prompt')}", "{{tenant}}"),
+            ],
+            "Of a tenant's own prefixes, and those of its prefix group.",
+            maximum=1,
+        ),
+        Panel(
+            "Tokens by kind",
+            "short",
+            [Query(_tokens(".*", by="kind"), "{{kind}}")],
+            "A second; cached is a part of prompt.",
+        ),
+    ],
+)
+
+_LIMITS = Row(
+    "Limits",
+    [
+        Panel(
+            "Calls over a limit",
+            "reqps",
+            [Query(_rate("octavo_tenant_refusals_total", "tenant, limit"), "{{tenant}} {{limit}}")],
+            "They get RESOURCE_EXHAUSTED, with when to come back.",
+            is_stacked=True,
+        ),
+        Panel(
+            "Calls that were not let in",
+            "reqps",
+            [Query(_rate("octavo_authentication_failures_total", "reason", BY_NAMESPACE), "{{reason}}")],
+            is_stacked=True,
+        ),
+        Panel(
+            "Changes of the tenants file",
+            "short",
+            [
+                Query(
+                    f"sum by (outcome) (increase(octavo_tenants_reloads_total{{{BY_NAMESPACE}}}[1h]))", "{{outcome}}"
+                ),
+                Query(f"min(octavo_tenants_file_good{{{BY_NAMESPACE}}})", "file can be used"),
+            ],
+            "Within an hour, over all routers. A file that cannot be used changes nothing.",
+        ),
+    ],
+)
+
+ROWS = (_USE, _SHARES, _LIMITS)
