@@ -83,7 +83,7 @@ class Backend:
     def _encode(self, prompt: str | Chat, add_special_tokens: bool) -> tuple[int, ...]:
         # A template writes its special tokens itself.
         is_chat = isinstance(prompt, Chat)
-        text = self.tokenizer.render_chat(prompt) if isinstance(prompt, Chat) else prompt
+        text = self.tokenizer.render_chat(prompt, self.model.max_context_tokens) if isinstance(prompt, Chat) else prompt
         self.tokenizer.check_text_length(text, self.model.max_context_tokens)
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens and not is_chat)
 

@@ -1,36 +1,36 @@
-"""A chat as one prompt, by the template that came with the model. `transformers` runs it in Jinja's sandbox."""
+"""A chat as one prompt, by the template that came with the model, and what a client is told where there is none.
 
-from typing import Any
+Not here: how templates are run (`template_process`).
+"""
 
-from jinja2.exceptions import TemplateError
-
-from octavo.errors import FieldViolation, OctavoError, invalid_argument
+from octavo.errors import Code, FieldViolation, OctavoError, invalid_argument
 from router.request import Chat
+from router.text.template_process import RenderingEndedError, TemplateProcesses
 
-MAX_REASON_CHARS = 200
 
-
-def render(pretrained: Any, chat: Chat) -> str:
-    """Apply the chat template.
+def render(template: TemplateProcesses, chat: Chat, max_chars: int) -> str:
+    """Apply the chat template. Waits for another process: call it off the event loop.
 
     Raises:
-        OctavoError: INVALID_ARGUMENT for `chat.messages`, with the template's own words but without the messages.
+        OctavoError: INVALID_ARGUMENT for `chat.messages`, with the template's own words but without the messages, or
+            where it takes too much time or memory; FAILED_PRECONDITION for more than `max_chars` characters.
     """
     messages = [{"role": message.role, "content": message.content} for message in chat.messages]
     try:
-        return pretrained.apply_chat_template(
-            messages,
-            tokenize=False,
-            add_generation_prompt=chat.add_generation_prompt,
-            continue_final_message=not chat.add_generation_prompt,
+        answer = template.render(messages, add_generation_prompt=chat.add_generation_prompt, max_chars=max_chars)
+    except RenderingEndedError as error:
+        raise _refused(f"the model's chat template cannot be applied to them: {error}") from error
+    if answer.get("is_too_long"):
+        raise OctavoError(
+            Code.FAILED_PRECONDITION,
+            "NEVER_FITS",
+            f"the chat's prompt can never fit: it has more than {max_chars} characters",
+            metadata={"max_prompt_characters": str(max_chars)},
         )
-    except (TemplateError, ValueError, TypeError, KeyError) as error:
-        raise _refused(error, chat) from error
+    if "reason" in answer:
+        raise _refused(f"the model's chat template refuses them: {answer['reason']}")
+    return str(answer["text"])
 
 
-def _refused(error: Exception, chat: Chat) -> OctavoError:
-    reason = str(error)[:MAX_REASON_CHARS]
-    # What a user wrote belongs neither into a log nor into a status.
-    if any(message.content and message.content in reason for message in chat.messages):
-        reason = type(error).__name__
-    return invalid_argument(FieldViolation("chat.messages", f"the model's chat template refuses them: {reason}"))
+def _refused(description: str) -> OctavoError:
+    return invalid_argument(FieldViolation("chat.messages", description))

@@ -14,6 +14,9 @@ from octavo.errors import Code, FieldViolation, OctavoError, invalid_argument
 from octavo.model_source import resolve_model
 from router.request import Chat
 from router.text.chat import render
+from router.text.template_process import TemplateProcesses
+
+TEMPLATE_CPU_S = 2.0  # of the template that came with a model, for one chat
 
 
 class Tokenizer:
@@ -33,6 +36,10 @@ class Tokenizer:
             self._backend.no_padding()
         self.vocabulary_size = vocabulary_size
         self._longest_token_chars = max(map(len, pretrained.get_vocab()), default=1)
+        self._template: TemplateProcesses | None = None
+        if pretrained.chat_template:
+            tokens = pretrained.special_tokens_map
+            self._template = TemplateProcesses(pretrained.get_chat_template(), tokens, TEMPLATE_CPU_S)
 
     def definition(self) -> str | None:
         """The tokenizer as the tokenizers library writes it, megabytes; None: it is of another kind."""
@@ -40,7 +47,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._pretrained.chat_template)
+        return self._template is not None
 
     def check_text_length(self, text: str, max_tokens: int) -> None:
         """Refuse a text that cannot fit however it is tokenized, before minutes go into tokenizing it.
@@ -71,16 +78,17 @@ class Tokenizer:
         with self._lock:
             return self._pretrained.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
-    def render_chat(self, chat: Chat) -> str:
+    def render_chat(self, chat: Chat, max_tokens: int) -> str:
         """The prompt of a chat by the model's own template; its special tokens are part of the text.
 
         Raises:
-            OctavoError: INVALID_ARGUMENT for `chat`: no template, or the template refuses the messages.
+            OctavoError: INVALID_ARGUMENT for `chat`: no template, or the template refuses the messages; as
+                `check_text_length`.
         """
-        if not self.has_chat_template:
+        if self._template is None:
             violation = FieldViolation("chat", "this model has no chat template; send text or token_ids")
             raise invalid_argument(violation)
-        return render(self._pretrained, chat)
+        return render(self._template, chat, max_tokens * self._longest_token_chars)
 
 
 def load_tokenizer(source: str, vocabulary_size: int) -> Tokenizer:

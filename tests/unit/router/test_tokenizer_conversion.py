@@ -32,4 +32,4 @@ def test_a_kept_tokenizer_is_the_converted_one(monkeypatch, tmp_path):
                 decoded = first.decode(ids, skip_special_tokens=skip)
                 assert second.decode(ids, skip_special_tokens=skip) == decoded
     chat = Chat((ChatMessage("user", "What is the capital of France?"),), True)
-    assert second.render_chat(chat) == first.render_chat(chat)
+    assert second.render_chat(chat, 256) == first.render_chat(chat, 256)

@@ -19,7 +19,7 @@ def test_sixteen_threads_share_one_fast_tokenizer(tokenizer: Tokenizer) -> None:
         start.wait()
         return all(
             tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
-            and tokenizer.render_chat(Chat((ChatMessage("user", text),), True)).startswith("<user>thread")
+            and tokenizer.render_chat(Chat((ChatMessage("user", text),), True), 256).startswith("<user>thread")
             for _ in range(50)
         )
 
@@ -38,7 +38,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(tokenizer: Tok
 
 def test_a_template_that_refuses_a_chat_names_the_field_and_not_the_text(tokenizer: Tokenizer) -> None:
     with pytest.raises(OctavoError) as caught:
-        tokenizer.render_chat(Chat((ChatMessage("robot", "my secret"),), True))
+        tokenizer.render_chat(Chat((ChatMessage("robot", "my secret"),), True), 256)
     assert caught.value.violations[0].field == "chat.messages"
     assert "no robots" in caught.value.message
     assert "secret" not in caught.value.message
@@ -46,5 +46,5 @@ def test_a_template_that_refuses_a_chat_names_the_field_and_not_the_text(tokeniz
 
 def test_a_chat_without_generation_prompt_continues_its_last_turn(tokenizer: Tokenizer) -> None:
     turns = (ChatMessage("user", "hi"), ChatMessage("assistant", "well"))
-    assert tokenizer.render_chat(Chat(turns, True)) == "<user>hi<assistant>well<assistant>"
-    assert tokenizer.render_chat(Chat(turns, False)) == "<user>hi<assistant>well"
+    assert tokenizer.render_chat(Chat(turns, True), 256) == "<user>hi<assistant>well<assistant>"
+    assert tokenizer.render_chat(Chat(turns, False), 256) == "<user>hi<assistant>well"
