@@ -73,6 +73,7 @@ def look(config: StatsConfig) -> dict[str, Any]:
         load = {one.name: dataclasses.asdict(one) for one in client.load()}
     found: dict[str, Any] = {
         "router": {"version": server.version, "id": server.router_id, "address": config.address},
+        "engines": [dataclasses.asdict(engine) for engine in server.engines],
         "models": [dataclasses.asdict(model) | load.get(model.name, {}) for model in models],
         "unreachable": {},
     }
@@ -121,6 +122,8 @@ def render(found: Mapping[str, Any]) -> str:
     """A screenful for people."""
     router = found["router"]
     lines = [f"router         {router['id']}, version {router['version']}, at {router['address']}"]
+    for engine in found["engines"]:
+        lines += [f"engine         {engine['name']}: {engine['state']}, {engine['model'] or 'not reached yet'}"]
     for model in found["models"]:
         busy = f"{model.get('running_requests', 0)} running, {model.get('waiting_requests', 0)} waiting"
         used = f"{100 * model.get('kv_cache_usage_ratio', 0.0):.1f} % of {model['num_blocks']} blocks in use"

@@ -130,6 +130,7 @@ async def test_stats_of_a_stack(stack: Stack) -> None:
     text = render(found)
     assert found["models"][0]["running_requests"] == 1
     assert "1 running, 0 waiting" in text
+    assert "engine         engine-0: serving, scripted" in text
     assert "kv_cache       not reachable: http://127.0.0.1:1/metrics" in text
     stack.executor.hooks.is_open.set()
     await asking
