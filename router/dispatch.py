@@ -141,7 +141,18 @@ class Dispatcher:
         ready = self._fleet.ready_backends
         for ticket in list(self._tickets.values()):
             if ticket.backend not in ready:
-                self._relocate(ticket)
+                self._relocate_or_fail(ticket)
+
+    def _relocate_or_fail(self, ticket: Ticket) -> None:
+        """What goes wrong with one request is no matter of the engine that is lost, or that came."""
+        try:
+            self._relocate(ticket)
+        except Exception:
+            log.exception(
+                "request %s: a fault of the router, a defect to report; it ends alone", ticket.live.request_id
+            )
+            self._fleet.observers.on_fault(ticket.backend.name)
+            ticket.backend.engine.fail(ticket.live, refusals.router_fault())
 
     def _relocate(self, ticket: Ticket) -> None:
         live = ticket.live

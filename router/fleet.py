@@ -26,6 +26,7 @@ class Fleet:
     Attributes:
         links: in the order of the configuration.
         is_draining: set by whoever ends the router; no new request is taken from then on.
+        observers: who counts what happens on each engine.
         on_change: called whenever an engine can, or can no longer, take requests.
     """
 
@@ -41,6 +42,7 @@ class Fleet:
         self.router_id = router_id
         self.is_draining = False
         self.on_change: Callable[[], None] = lambda: None
+        self.observers = observers
         self._on_ready = on_ready
         tokenizers = Tokenizers(load, threads, max_kept=len(config.fleet))
         common = Common(config, router_id, observers, tokenizers, threads, self._tell_ready)

@@ -11,7 +11,7 @@ from octavo.errors import Code, OctavoError
 from octavo.rpc import error_of_call
 from octavo.v1 import inference_pb2
 from router import link, results
-from router.live import Choice
+from router.live import Choice, LiveRequest
 from tests.fleets import running_fleet
 from tests.stacks import Front, running_stack, until
 
@@ -101,6 +101,36 @@ async def test_a_fault_in_a_turn_ends_the_engine_s_requests_and_no_other_s(
         assert (await fleet.generate(model="a", stopping=LONG)).usage.generated_tokens == 60
         assert await states(fleet) == [inference_pb2.ENGINE_STATE_SERVING] * 2
         await fleet.settle()
+
+
+async def test_a_fault_while_a_request_moves_ends_that_request_alone(
+    source: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It moves while its engine is given up: what goes wrong with it must not keep the others from hearing of that."""
+    config = {"recovery_grace_s": 0.5}
+    async with running_fleet(source, {"left": {"max_rows": 1}, "right": {"max_rows": 1}}, config=config) as fleet:
+        for engine in fleet.engines.values():
+            engine.executor.hooks.is_open.clear()
+        calls = [asyncio.create_task(fleet.generate(f"{i}?", request_id=f"{i}", stopping=LONG)) for i in range(6)]
+        assert await until(lambda: fleet.metric("octavo_num_requests_running") == 2)
+        assert await until(lambda: fleet.metric("octavo_num_requests_waiting_by_reason", reason="capacity") == 4)
+        original, broken = LiveRequest.refit, []
+
+        def refit(live: LiveRequest, spec: Any) -> None:
+            broken.append(live.request_id)
+            if len(broken) == 1:
+                raise DefectError
+            original(live, spec)
+
+        monkeypatch.setattr(LiveRequest, "refit", refit)
+        await fleet.engines["left"].vanish()
+        assert await until(lambda: len(broken) == 2)
+        fleet.engines["right"].executor.hooks.is_open.set()
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        reasons = [error_of_call(result).reason for result in results if isinstance(result, grpc.aio.AioRpcError)]
+        assert sorted(reasons) == ["ENGINE_LOST", "ROUTER_FAULT"]
+        assert fleet.metric("octavo_router_faults_total") == 1
+        assert len(tracebacks(caplog)) >= 1
 
 
 async def test_faults_in_a_row_are_ever_further_apart(
