@@ -9,7 +9,7 @@ from octavo.launch_plan import arguments_of, connect_address, offset_address, pl
 from octavo.launcher import child_environment
 from octavo.settings import load_settings
 from octavo.supervisor import RestartHistory
-from router.config import RouterConfig
+from router.config import EngineAddress, RouterConfig
 
 
 def socket_of(name: str) -> str:
@@ -93,6 +93,31 @@ def test_command_line_says_the_same_as_the_options():
     read = load_settings(RouterConfig, section="router", program="octavo router", argv=arguments)
     assert read == options.model_copy(update={"executor": "x:1"})
     assert len(arguments) == 5
+
+
+def test_a_router_of_several_engines_is_told_of_them_on_its_command_line():
+    engines = tuple(EngineAddress(name=name, cache_service=f"{name}:1", executor=f"{name}:2") for name in "ab")
+    arguments = arguments_of(RouterConfig(engines=engines), {})
+    read = load_settings(RouterConfig, section="router", program="octavo router", argv=arguments)
+    assert read.engines == engines
+    with pytest.raises(ValidationError, match=r"router\.engines cannot be set here"):
+        ServeConfig.model_validate({"router": {"engines": [engines[0].model_dump()]}})
+
+
+def test_engines_have_names_and_executors_of_their_own():
+    """One engine is a fleet of one; a name left out is its place."""
+    [only] = RouterConfig(cache_service="c:1", executor="e:1").fleet
+    assert only == EngineAddress(name="engine-0", cache_service="c:1", executor="e:1")
+    tables = [{"cache_service": "c:1", "executor": "e:1"}, {"name": "b", "cache_service": "c:1", "executor": "e:2"}]
+    assert [engine.name for engine in RouterConfig.model_validate({"engines": tables}).fleet] == ["engine-0", "b"]
+    for changed, expected in (
+        ({"executor": "e:1"}, "two have the executor e:1"),
+        ({"name": "engine-0"}, "two have the name engine-0"),
+    ):
+        with pytest.raises(ValidationError, match=expected):
+            RouterConfig.model_validate({"engines": [tables[0], tables[1] | changed]})
+    with pytest.raises(ValidationError, match="give the one or the others"):
+        RouterConfig.model_validate({"engines": tables, "executor": "e:3"})
 
 
 def test_children_get_options_from_their_command_lines_alone():

@@ -8,6 +8,14 @@ from octavo.settings import load_settings
 PROGRAM = "octavo router"
 
 
+class EngineLike(BaseModel):
+    """A table in a list."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    name: str = Field("", pattern="^[a-z]*$")
+    port: int
+
+
 class RouterLike(BaseModel):
     """Serve."""
 
@@ -16,6 +24,7 @@ class RouterLike(BaseModel):
     reflection: bool = Field(True, description="serve reflection")
     max_queued_requests: int = Field(256, ge=1, description="requests that may wait")
     executors: tuple[str, ...] = Field((), description="addresses")
+    engines: tuple[EngineLike, ...] = Field((), description="tables")
     note: str | None = Field(None, description="free text")
 
 
@@ -101,6 +110,45 @@ def test_lists_may_be_written_as_one_thinks(argv, variable, monkeypatch):
     if variable is not None:
         monkeypatch.setenv("OCTAVO_ROUTER_EXECUTORS", variable)
     assert load_router(*argv).executors == ("a:1", "b:1")
+
+
+ENGINES = (EngineLike(name="a", port=1), EngineLike(port=2))
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--engines", '[{"name": "a", "port": 1}, {"port": 2}]'),
+        ("--engines", '{"name": "a", "port": 1}', "--engines", '{"port": 2}'),
+    ],
+)
+def test_lists_of_tables_on_the_command_line(argv):
+    assert load_router(*argv).engines == ENGINES
+
+
+def test_lists_of_tables_elsewhere_and_printed(config_file, monkeypatch, capsys):
+    """What is printed is a file that says the same."""
+    path = config_file("[[router.engines]]\nname = 'a'\nport = 1\n\n[[router.engines]]\nport = 2\n")
+    assert load_router("--config", path).engines == ENGINES
+    with pytest.raises(SystemExit):
+        load_router("--config", path, "--print-config")
+    printed = capsys.readouterr().out
+    assert 'engines = [{ name = "a", port = 1 }, { name = "", port = 2 }]' in printed
+    assert load_router("--config", config_file(printed)).engines == ENGINES
+    monkeypatch.setenv("OCTAVO_ROUTER_ENGINES", '[{"name": "a", "port": 1}, {"port": 2}]')
+    assert load_router().engines == ENGINES
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        ('{"name": "a"}', "--engines: [0].port: field required"),
+        ('{"port": 1, "prot": 2}', "--engines: [0].prot: extra inputs are not permitted"),
+        ('{"port": 1, "name": "A"}', "--engines: [0].name: string should match pattern"),
+    ],
+)
+def test_what_is_wrong_in_a_table_of_a_list_is_said(capsys, table, expected):
+    assert expected in refusal(capsys, load_router, "--engines", table)
 
 
 @pytest.mark.parametrize(
