@@ -83,6 +83,12 @@ fuzz: $(VENV)/.test ## random and broken requests, FUZZ_REQUESTS (100000) of ser
 soak: $(VENV)/.test ## five rounds of 200 streams that end in every way; what ends, what stays, what memory grows
 	$(BIN)/python -m pytest tests/integration/test_soak.py -m long -s $(ARGS)
 
+chaos: $(VENV)/.test ## kill, stop and pause the processes at random under 32 streams, for 20 minutes
+	$(BIN)/python -m tests.chaos.chaos --seconds 1200 $(ARGS)
+
+chaos-short: $(VENV)/.test ## the same for 3 minutes; more with ARGS="--seed 2 --streams 8"
+	$(BIN)/python -m tests.chaos.chaos --seconds 180 $(ARGS)
+
 clean: ## remove what make has made
 	rm -rf $(VENV) $(VENV)-chart build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

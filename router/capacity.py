@@ -205,6 +205,15 @@ class Capacity:
         choice.lost = ("cache_service_lost", choice.row.num_computed)
         self.roster.preempt(choice)
 
+    def lose_all(self) -> None:
+        """Nobody holds or is promised a block any more."""
+        for choice in list(self.roster.running.values()):
+            self.disown(choice, None)
+        for choice in [*self.roster.allocating.values(), *self.roster.forking.values()]:
+            self.roster.refuse(choice)
+        self._retry_admission_at = self._retry_extension_at = None
+        self._is_closed = self._is_short = False
+
     def release(self, choice: Choice, steps: SessionSteps | None) -> None:
         """A choice ends: its blocks go back, and who waited for blocks is tried again."""
         if choice.phase in (Phase.RUNNING, Phase.ALLOCATING, Phase.FORKING):

@@ -75,7 +75,7 @@ class Engine:
         self.model = model
         self.limits = limits
         self.roster = Roster(limits.max_running_requests)
-        self._outbox = outbox
+        self.outbox = outbox
         self._observer = observer
         self._clock = clock
         self._wakeup = asyncio.Event()
@@ -219,10 +219,16 @@ class Engine:
             self._lost_at = self._clock()
             self._suspects.lose(self._steps.requests_in_flight())
             self._steps.abandon()
-            self._outbox.forget_session(self._steps.key)
+            self.outbox.forget_session(self._steps.key)
         self._steps = None
         self._results.clear()
         self._capacity.forget_session()
+
+    def lose_lease(self) -> None:
+        """All blocks are gone with the lease: what ran waits with the tokens it has, and is computed again."""
+        self.detach()
+        self.outbox.clear()
+        self._capacity.lose_all()
 
     def on_outcome(self, outcome: Outcome) -> None:
         """A step's result is here."""

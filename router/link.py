@@ -25,10 +25,13 @@ from router.engine import Engine, EngineLimits
 from router.model import Model
 from router.observer import Observers
 from router.outbox import Outbox
+from router.text.tokenizer import Tokenizer
 from router.text.tokenizers import Tokenizers
 
 log = logging.getLogger(__name__)
 
+# The whole grace was waited for already. What else ends a life takes the lease alone.
+GIVEN_UP = ("ENGINE_LOST", "CACHE_SERVICE_LOST", "MODEL_CHANGED")
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 # After a fault of our own the same may happen again at once: as Kubernetes does with a container that crashes.
@@ -120,6 +123,8 @@ class Link:
             address.cache_service, self.client_id, config.lease_ttl_s, patience_s, tls, server_name
         )
         self._life: _Life | None = None
+        self._carried: Backend | None = None  # between two lives: requests whose lease was lost
+        self._expiry: asyncio.Task[None] | None = None  # of those
         self._task: asyncio.Task[None] | None = None
         self._session: Session | None = None
         self._is_closing = False
@@ -163,6 +168,10 @@ class Link:
                 await self._cache.close_lease(life.lease, sent_steps)
             except OctavoError as error:
                 log.warning("the lease was not closed (%s); the cache service will let it expire", error.message)
+        if self._expiry is not None:
+            self._expiry.cancel()
+        if self._carried is not None:
+            await self._carried.close()
         await self._executor.close()
         await self._cache.close()
 
@@ -198,18 +207,17 @@ class Link:
         self.model = model = await self._executor.describe()
         tokenizer = await self._common.tokenizers.of(model)
         lease = await self._cache.open_lease()
-        outbox = Outbox()
-        observer = self._common.observers.of(self.name, model.name)
-        engine = Engine(model, _limits(self._config, model), outbox, observer)
-        mutations = self._cache.mutations(lease, model, outbox, engine)
-        pool = (self._cache_address, model.arena_id, model.fingerprint, model.num_blocks)
-        backend = Backend(self.name, model, engine, tokenizer, self._common.threads, pool)
+        backend = await self._take_carried(model) or self._make_backend(model, tokenizer)
+        engine = backend.engine
+        mutations = self._cache.mutations(lease, model, engine.outbox, engine)
         self._life = _Life(backend, lease, mutations)
         blocks = f"{model.num_blocks} blocks of {model.block_size} tokens"
         log.info("serving %s by %s on %s: %s", model.name, self.name, model.device, blocks)
+        is_carried = False
         try:
             await _until_one_ends(engine.run(), mutations.run(), self._keep_session(self._life))
-        except OctavoError:
+        except OctavoError as error:
+            is_carried = error.reason not in GIVEN_UP
             raise
         except Exception:
             engine.fail_all(refusals.router_fault())  # sent again, they could do the same again: not UNAVAILABLE
@@ -220,8 +228,38 @@ class Link:
                 self._session.abandon()
                 self._session = None
             engine.detach()
-            engine.fail_all(refusals.engine_lost())
-            await backend.close()
+            if is_carried:
+                engine.lose_lease()
+                self._carried = backend
+                self._expiry = asyncio.create_task(self._expire_carried(), name="carried requests")
+            else:
+                engine.fail_all(refusals.engine_lost())
+                await backend.close()
+
+    def _make_backend(self, model: Model, tokenizer: Tokenizer) -> Backend:
+        observer = self._common.observers.of(self.name, model.name)
+        engine = Engine(model, _limits(self._config, model), Outbox(), observer)
+        pool = (self._cache_address, model.arena_id, model.fingerprint, model.num_blocks)
+        return Backend(self.name, model, engine, tokenizer, self._common.threads, pool)
+
+    async def _take_carried(self, model: Model) -> Backend | None:
+        """What served before, with its requests, if it was the same model on the same pool; else they fail."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+        carried, self._carried = self._carried, None
+        if carried is not None and carried.model != model:
+            carried.engine.fail_all(refusals.engine_lost())
+            await carried.close()
+            return None
+        return carried
+
+    async def _expire_carried(self) -> None:
+        """Requests without a lease wait for the next one, and no longer than for anything else."""
+        await asyncio.sleep(self._config.recovery_grace_s)
+        carried, self._carried = self._carried, None
+        if carried is not None:
+            carried.engine.fail_all(refusals.engine_lost())
+            await carried.close()
 
     async def _keep_session(self, life: _Life) -> None:
         """Session after session on the same lease.

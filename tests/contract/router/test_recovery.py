@@ -96,21 +96,39 @@ async def test_requests_fail_when_the_executor_stays_away(source: str) -> None:
         assert (error.code, error.reason, error.retry_after_s) == (Code.UNAVAILABLE, "ENGINE_LOST", 1.0)
 
 
-async def test_a_lost_lease_fails_what_ran_and_a_new_one_serves(source: str) -> None:
-    async with running_stack(source) as stack:
+@depths
+async def test_what_ran_on_a_lost_lease_is_computed_again_on_the_next(source: str, max_steps_in_flight: int) -> None:
+    """Its blocks are gone, its tokens are not: the streams go on, whatever was running, waiting or forking."""
+    async with running_stack(source, config={"max_steps_in_flight": max_steps_in_flight}, num_blocks=100) as stack:
+        options = {"stopping": TOKENS, "cache": {"bypass": True}, "sampling": {"n": 2}}
+        whole = [await stack.generate(letter * 9, **options) for letter in "abc"]
+        before = stack.metric("octavo_generation_tokens_total")
         stack.executor.hooks.before_step = slow
         epoch = stack.link.router_epoch
-        call = asyncio.create_task(stack.generate(stopping=TOKENS))
-        await wait_for_tokens(stack, 5)
+        calls = [asyncio.create_task(stack.generate(letter * 9, **options)) for letter in "abc"]
+        await wait_for_tokens(stack, before + 30)
         # Somebody else opens a lease in this router's name: a replacement of it.
+        await stack.cache.OpenLease(cache_pb2.OpenLeaseRequest(client_id=stack.link.client_id))
+        for call, expected in zip(calls, whole, strict=True):
+            assert (await call).choices == expected.choices
+        assert stack.link.router_epoch > epoch
+        assert stack.metric("octavo_generation_tokens_total") == before + 360
+        assert stack.metric("octavo_recomputed_tokens_total", cause="cache_service_lost") > 0
+        stack.executor.hooks.before_step = None
+        await stack.settle()
+
+
+async def test_requests_of_a_lost_lease_fail_when_there_is_no_next_one(source: str) -> None:
+    async with running_stack(source, config={"recovery_grace_s": 0.5}) as stack:
+        stack.executor.hooks.before_step = slow
+        call = asyncio.create_task(stack.generate(stopping={"max_tokens": 200, "ignore_eos": True}))
+        await wait_for_tokens(stack, 5)
+        await stack.executor.stop()
         await stack.cache.OpenLease(cache_pb2.OpenLeaseRequest(client_id=stack.link.client_id))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call
         error = error_of_call(caught.value)
-        assert (error.code, error.retry_after_s) == (Code.UNAVAILABLE, 1.0)
-        assert await until(lambda: stack.link.router_epoch > epoch and stack.link.is_ready)
-        assert (await stack.generate(stopping=TOKENS)).usage.generated_tokens == 60
-        await stack.settle()
+        assert (error.code, error.reason, error.retry_after_s) == (Code.UNAVAILABLE, "ENGINE_LOST", 1.0)
 
 
 async def test_requests_fail_when_the_cache_service_stays_away(source: str) -> None:
