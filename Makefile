@@ -6,6 +6,8 @@ SHELL := bash
 PYTHON ?= python3
 VENV ?= .venv
 PORT ?= 7700
+# Version of Python on the GPU machine, for gpu-wheels.
+GPU_PYTHON ?= 3.12
 # More arguments for `octavo demo` and for pytest.
 ARGS ?=
 
@@ -19,7 +21,7 @@ PROTOS := $(wildcard protos/octavo/v1/*.proto)
 PROTOC := -Iprotos -Iprotos/third_party
 
 .PHONY: help demo test test-long lint format protos protos-check docs chart chart-lint alerts-long kernels-compile \
-	kernels-long fuzz soak clean
+	kernels-long gpu-wheels gpu-check fuzz soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 20
@@ -88,6 +90,13 @@ chaos: $(VENV)/.test ## kill, stop and pause the processes at random under 32 st
 
 chaos-short: $(VENV)/.test ## the same for 3 minutes; more with ARGS="--seed 2 --streams 8"
 	$(BIN)/python -m tests.chaos.chaos --seconds 180 $(ARGS)
+
+gpu-wheels: ## fetch the wheels that a GPU machine without a network lacks, into build/gpu-wheels
+	$(PYTHON) tests/gpu/pack_wheels.py --python $(GPU_PYTHON) build/gpu-wheels
+
+# No virtual environment: the machine's own Python has the CUDA builds of torch and triton.
+gpu-check: ## on a machine with a GPU: its tests and benchmarks, under nine minutes; JSON into benchmarks/results
+	$(PYTHON) tests/gpu/check.py $(ARGS)
 
 clean: ## remove what make has made
 	rm -rf $(VENV) $(VENV)-chart build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

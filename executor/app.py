@@ -22,6 +22,8 @@ from executor.attention_choice import choose_attention
 from executor.cache_link import CacheLink
 from executor.clients.cache import ArenaGrant, CacheClient, Registration
 from executor.config import ExecutorConfig
+from executor.cuda.arena import map_cuda_arena
+from executor.cuda.place import check_device, make_runner, place
 from executor.ids import SessionId
 from executor.kernels_conflict import check_kernels, installed_kernels_version
 from executor.logits.constraint import ConstraintMaker
@@ -32,10 +34,9 @@ from executor.model.loader import describe_model, load_model
 from executor.model.rewrite import INT8, rewrite_model
 from executor.model.verify import verify_model
 from executor.model.vocabulary import load_vocabulary
-from executor.runner import Runner
 from executor.servicer import MAX_STEPS_IN_FLIGHT, ExecutorServicer, start_executor_server
 from executor.servicer_messages import ExecutorDescription
-from executor.session import Session
+from executor.session import Session, StepRunner
 from executor.session_host import SessionHost
 from executor.sessions import SessionStore
 from executor.step_check import StepLimits
@@ -110,6 +111,7 @@ def load(config: ExecutorConfig) -> LoadedModel:
     warning = check_kernels(config.attention, installed_kernels_version())
     if warning:
         log.warning(warning)
+    check_device(config.device)
     attention = choose_attention(config.attention, config.device)
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     transformers_logging.disable_progress_bar()
@@ -118,6 +120,7 @@ def load(config: ExecutorConfig) -> LoadedModel:
     dtype = LOADED_AS[config.weights]
     log.info("loading %s as %s", config.model, dtype)
     model = load_model(source, dtype)
+    place(model, config.device)
     kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
     geometry = KvGeometry(config.block_size, kv_dtype, model.layers)
     log.info("loaded %s (%s) in %.1f s", source.name, type(model.module).__name__, time.monotonic() - began_s)
@@ -140,13 +143,23 @@ async def _serving(
     on_fatal: Callable[[str], None],
 ) -> AsyncIterator[RunningExecutor]:
     grant = await client.register(config.register_timeout_s)
-    arena = _map(grant, loaded.geometry)
+    arena = _map(grant, loaded.geometry, config.device)
     description = _describe(config, loaded, grant)
     registry = CollectorRegistry()
     metrics = ExecutorMetrics(registry, loaded.description.name)
-    store = _make_store(config, loaded, arena, metrics)
+    loop = asyncio.get_running_loop()
+    runner = await asyncio.to_thread(
+        make_runner,
+        loaded.model,
+        arena,
+        loaded.attention,
+        config,
+        loaded.description.max_context_tokens,
+        lambda why: loop.call_soon_threadsafe(on_fatal, why),
+    )
+    store = _make_store(config, loaded, MeteredRunner(runner, metrics), arena.num_blocks)
     registry.register(StateCollector(_info(description), lambda: store.num_sessions, lambda: store.num_rows))
-    link = CacheLink(client, grant, on_fatal)
+    link = CacheLink(client, grant, on_fatal, arena.lost_reason)
     host = SessionHost(store, link)
     metrics_server = start_metrics_server(registry, config.metrics_listen) if config.metrics_listen else None
     house = asyncio.create_task(host.keep_house())
@@ -185,19 +198,20 @@ def _registration(config: ExecutorConfig, loaded: LoadedModel) -> Registration:
     )
 
 
-def _map(grant: ArenaGrant, geometry: KvGeometry) -> Arena:
+def _map(grant: ArenaGrant, geometry: KvGeometry, device: str) -> Arena:
     if grant.geometry != geometry:
         raise OctavoError(
             Code.FAILED_PRECONDITION, "GEOMETRY_MISMATCH", "the cache service granted an arena of another geometry"
         )
+    if grant.cuda is not None:
+        return map_cuda_arena(grant.cuda, grant.layout, grant.geometry, torch.device(device).index)
     return map_arena(grant.path, grant.size_bytes, grant.layout, grant.geometry)
 
 
-def _make_store(config: ExecutorConfig, loaded: LoadedModel, arena: Arena, metrics: ExecutorMetrics) -> SessionStore:
-    runner = MeteredRunner(Runner(loaded.model, arena, loaded.attention), metrics)
+def _make_store(config: ExecutorConfig, loaded: LoadedModel, runner: StepRunner, num_blocks: int) -> SessionStore:
     limits = StepLimits(
         block_size=config.block_size,
-        num_blocks=arena.num_blocks,
+        num_blocks=num_blocks,
         vocabulary_size=loaded.description.vocabulary_size,
         max_context_tokens=loaded.description.max_context_tokens,
         max_tokens_per_step=config.max_tokens_per_step,

@@ -146,7 +146,7 @@ def map_arena(path: str, size_bytes: int, layout: ArenaLayout, geometry: KvGeome
         raise
 
 
-def private_arena(geometry: KvGeometry, num_blocks: int) -> Arena:
+def private_arena(geometry: KvGeometry, num_blocks: int, device: torch.device | str = "cpu") -> Arena:
     """An arena in this process's own memory, filled with NaN: for checks of a model, where no cache service is."""
     item = KV_DTYPES[geometry.dtype].itemsize
     layers, offset = [], 0
@@ -158,8 +158,8 @@ def private_arena(geometry: KvGeometry, num_blocks: int) -> Arena:
             tensors.append(TensorLayout(offset, head_stride, token_stride, item))
             offset += layer.num_kv_heads * head_stride
         layers.append(LayerLayout(*tensors))
-    memory = torch.full((num_blocks * offset // item,), torch.nan, dtype=KV_DTYPES[geometry.dtype]).view(torch.uint8)
-    return Arena(memory, ArenaLayout(0, offset, num_blocks, tuple(layers)), geometry)
+    memory = torch.full((num_blocks * offset // item,), torch.nan, dtype=KV_DTYPES[geometry.dtype], device=device)
+    return Arena(memory.view(torch.uint8), ArenaLayout(0, offset, num_blocks, tuple(layers)), geometry)
 
 
 def _view(

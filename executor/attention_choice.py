@@ -25,8 +25,9 @@ def choose_attention(name: str, device: str) -> AttentionBackend:
     """
     if name == AUTO:
         return _automatic(device)
-    if device not in DEVICES_OF.get(name, ()):
-        there = ", ".join(other for other, devices in DEVICES_OF.items() if device in devices)
+    kind = device.partition(":")[0]  # cuda:1 -> cuda
+    if kind not in DEVICES_OF.get(name, ()):
+        there = ", ".join(other for other, devices in DEVICES_OF.items() if kind in devices)
         raise _not_available(f"attention {name!r} is not available on {device}; available: {there}")
     if name == "torch":
         return TorchAttention()

@@ -5,6 +5,8 @@ slow, and exact enough to test with. Imported by `attention_choice` only when ch
 Not here: kernels and how they are launched.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -28,47 +30,65 @@ class TritonAttention:
         if INTERPRETED:
             speed_up_interpreter()
 
-    def prepare(self, batch: AttentionBatch, views: tuple[KvViews, ...]) -> "_TritonStep":
+    def prepare(self, batch: AttentionBatch, views: tuple[KvViews, ...]) -> "TritonStep":
         """See `AttentionBackend`."""
-        return _TritonStep(batch, views)
+        return TritonStep(_read_rows(batch, views), views)
 
     def copy_blocks(self, blocks: Tensor, sources: Ints, targets: Ints) -> None:
         """See `AttentionBackend`."""
         block_copy(blocks, list(zip(sources.tolist(), targets.tolist(), strict=True)))
 
 
-class _TritonStep:
-    """One step: what the kernels read of its rows, on the device of the blocks."""
+@dataclass(frozen=True, slots=True)
+class DeviceRows:
+    """What the kernels read of a step's rows, on the device of the blocks, and bounds that the host knows."""
 
-    def __init__(self, batch: AttentionBatch, views: tuple[KvViews, ...]) -> None:
-        """The batch lies on the host, where the bounds of its lengths are read without waiting for a device."""
-        device, block_size = views[0].k.device, views[0].k.shape[2]
+    query_start: Tensor  # [num_rows + 1] int32
+    kv_lens: Tensor  # [num_rows] int32
+    tables: Tensor  # [num_rows, max_blocks] int32
+    slots: Tensor  # [num_tokens] int64, where each token's KV goes: block * block_size + offset
+    max_query_len: int
+    max_kv_len: int
+
+
+def _read_rows(batch: AttentionBatch, views: tuple[KvViews, ...]) -> DeviceRows:
+    """The batch lies on the host, where the bounds of its lengths are read without waiting for a device."""
+    device, block_size = views[0].k.device, views[0].k.shape[2]
+    slots = batch.write_blocks * block_size + batch.write_offsets
+    return DeviceRows(
+        query_start=batch.query_starts.to(device, torch.int32, non_blocking=True),
+        kv_lens=batch.context_lengths.to(device, torch.int32, non_blocking=True),
+        tables=batch.tables.to(device, torch.int32, non_blocking=True),
+        slots=slots.to(device, non_blocking=True),
+        max_query_len=int(batch.query_starts.diff().max()),
+        max_kv_len=int(batch.context_lengths.max()),
+    )
+
+
+class TritonStep:
+    """One step's attention. Over rows in fixed memory it may be captured once and replayed with other content."""
+
+    def __init__(self, rows: DeviceRows, views: tuple[KvViews, ...]) -> None:
+        self._rows = rows
         self._views = views
-        self._max_query_len = int(batch.query_starts.diff().max())
-        self._max_kv_len = int(batch.context_lengths.max())
-        self._query_start = batch.query_starts.to(device, torch.int32, non_blocking=True)  # [num_rows + 1]
-        self._kv_lens = batch.context_lengths.to(device, torch.int32, non_blocking=True)  # [num_rows]
-        self._tables = batch.tables.to(device, torch.int32, non_blocking=True)  # [num_rows, max_blocks]
-        slots = batch.write_blocks * block_size + batch.write_offsets
-        self._slots = slots.to(device, non_blocking=True)  # [num_tokens] int64
 
     def attend(self, layer: LayerAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See `PreparedAttention`. Computed in the KV's number format, to which a query of another is rounded."""
-        views = self._views[layer.layer]
+        views, rows = self._views[layer.layer], self._rows
         output = query.new_empty((*query.shape[:2], views.v.shape[3]), dtype=views.k.dtype)
         try:
-            kv_write(key, value, views.k, views.v, self._slots)
+            kv_write(key, value, views.k, views.v, rows.slots)
             paged_attention(
                 output,
                 query=query.to(views.k.dtype),
                 k_cache=views.k,
                 v_cache=views.v,
-                block_tables=self._tables,
-                query_start=self._query_start,
-                kv_lens=self._kv_lens,
+                block_tables=rows.tables,
+                query_start=rows.query_start,
+                kv_lens=rows.kv_lens,
                 softmax_scale=layer.scale,
-                max_query_len=self._max_query_len,
-                max_kv_len=self._max_kv_len,
+                max_query_len=rows.max_query_len,
+                max_kv_len=rows.max_kv_len,
                 sliding_window=layer.window or 0,
                 softcap=layer.softcap or 0.0,
             )

@@ -20,11 +20,18 @@ _LOST_REASONS = ("STALE_EPOCH",)
 class CacheLink:
     """A `SessionAuthority` that registers again by itself."""
 
-    def __init__(self, client: CacheClient, grant: ArenaGrant, on_replaced: Callable[[str], None]) -> None:
-        """on_replaced: told why, once the arena of this process is gone for good."""
+    def __init__(
+        self,
+        client: CacheClient,
+        grant: ArenaGrant,
+        on_replaced: Callable[[str], None],
+        lost_reason: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        """on_replaced: told why, once the arena of this process is gone for good; lost_reason: why its memory is."""
         self._client = client
         self._grant = grant
         self._on_replaced = on_replaced
+        self._lost_reason = lost_reason
         self._lost = False
 
     async def open_session(self, session_id: SessionId, router_id: RouterId, router_epoch: RouterEpoch) -> None:
@@ -37,6 +44,9 @@ class CacheLink:
 
     async def orphaned_sessions(self) -> frozenset[SessionId]:
         """See `SessionAuthority`. Called regularly: this is where a lost link is seen and mended."""
+        reason = self._lost_reason()
+        if reason is not None:
+            self._on_replaced(reason)
         try:
             if self._lost:
                 await self._register_again()

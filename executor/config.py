@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 Weights = Literal["fp32", "bf16", "fp16", "int8"]
 KvDtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -49,7 +49,11 @@ class ExecutorConfig(BaseModel):
     weights: Weights = Field(
         "fp32", description="number format of the linear layers; int8 quantizes what is loaded as fp32, see executor.md"
     )
-    device: Literal["cpu"] = Field("cpu", description="device that holds the weights and the KV blocks")
+    device: str = Field(
+        "cpu",
+        pattern=r"^(cpu|cuda(:\d{1,3})?)$",
+        description="device that holds the weights and the KV blocks: cpu, or cuda:N; cuda is cuda:0",
+    )
     attention: Attention = Field(
         "auto",
         description="attention back end: cpu, compiled at first use; torch; triton, on a GPU; triton-interpret, its "
@@ -69,4 +73,12 @@ class ExecutorConfig(BaseModel):
     kv_memory_mib: int = Field(512, ge=1, description="MiB of KV blocks to ask the cache service for")
     max_context_tokens: int = Field(0, ge=0, description="longest sequence in tokens; 0: as long as the model allows")
     max_rows: int = Field(64, ge=1, le=65536, description="sequences that one session may hold at a time")
+    max_graph_rows: int = Field(
+        256, ge=0, le=4096, description="on a GPU, decode steps of up to so many rows run as CUDA graphs; 0: none do"
+    )
     max_tokens_per_step: int = Field(2048, ge=1, description="tokens that one step may compute over all its rows")
+
+    @field_validator("device")
+    @classmethod
+    def _number_device(cls, device: str) -> str:
+        return "cuda:0" if device == "cuda" else device

@@ -62,11 +62,22 @@ class CausalModel:
             tokens = torch.cat((tokens, batch.prompt_scores.logits_tokens))
         if self.rewritten is not None:
             return self.rewritten.forward(batch, attention, tokens)
+        device = self.module.device  # `to` the device where a tensor is returns it
+        ids, positions = (each.to(device, non_blocking=True) for each in (batch.input_ids, batch.positions))
+        return self.forward_tokens(ids, positions, tokens.to(device, non_blocking=True), attention)
+
+    def forward_tokens(self, ids: Tensor, positions: Tensor, wanted: Tensor, attention: PreparedAttention) -> Tensor:
+        """Logits of the tokens `wanted` of a packed batch, on the model's device. Writes the batch's KV.
+
+        Args:
+            ids, positions: [num_tokens] int64.
+            wanted: [num_logits] int64, indices of tokens.
+
+        Returns:
+            [num_logits, vocabulary_size] float32
+        """
         with torch.inference_mode(), self.hook.during(attention):
             output = self.module(
-                input_ids=batch.input_ids[None],
-                position_ids=batch.positions[None],
-                use_cache=False,
-                logits_to_keep=tokens,
+                input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=wanted
             )
             return output.logits[0].float()

@@ -52,8 +52,9 @@ def probe_geometry(model: nn.Module, hook: AttentionHook, config: Any) -> Probed
         OctavoError: FAILED_PRECONDITION, MODEL_NOT_SUPPORTED.
     """
     recorder = Recorder()
-    tokens = torch.zeros((1, 2), dtype=torch.long)
-    positions = torch.arange(2)[None]
+    device = next(model.parameters()).device
+    tokens = torch.zeros((1, 2), dtype=torch.long, device=device)
+    positions = torch.arange(2, device=device)[None]
     with torch.inference_mode(), hook.during(recorder):
         logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
     text = config.get_text_config()

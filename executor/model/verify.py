@@ -55,7 +55,8 @@ def _plain_logits(model: CausalModel, sequences: list[Tensor]) -> Tensor:
     model.module.set_attn_implementation("eager")
     try:
         with torch.inference_mode():
-            outputs = [model.module(input_ids=ids[None], use_cache=False).logits[0, -1] for ids in sequences]
+            on_device = [ids[None].to(model.module.device) for ids in sequences]
+            outputs = [model.module(input_ids=ids, use_cache=False).logits[0, -1].cpu() for ids in on_device]
     finally:
         model.module.set_attn_implementation(IMPLEMENTATION)
     return torch.stack(outputs).float()
@@ -66,7 +67,7 @@ def _paged_logits(
 ) -> Tensor:
     size = geometry.block_size
     num_blocks = [-(-length // size) for length in _LENGTHS]
-    arena = private_arena(geometry, 1 + sum(num_blocks))
+    arena = private_arena(geometry, 1 + sum(num_blocks), model.module.device)
     table, first_block = SlotTable(len(sequences)), 1
     for slot, (ids, num) in enumerate(zip(sequences, num_blocks, strict=True)):
         blocks = BlockTable(0, np.arange(first_block, first_block + num, dtype=np.int64))
@@ -85,4 +86,4 @@ def _run_chunk(
     with torch.inference_mode():
         logits = model.forward(batch, attention.prepare(batch.attention, arena.views))
     table.advance(slots, counts)
-    return logits
+    return logits.cpu()
