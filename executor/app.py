@@ -129,6 +129,8 @@ def load(config: ExecutorConfig) -> LoadedModel:
         log.info("verified: paged logits are within %.2g of the plain model's", difference)
     if config.rewrite_model:
         model = rewrite_model(model, attention, geometry, int8=config.weights == INT8)
+    if config.weights == INT8 and model.linear_format != INT8:
+        log.warning("weights int8 were asked for and cannot be had: linear layers run in %s", model.linear_format)
     description = describe_model(model, source, config.model_name, config.max_context_tokens)
     return LoadedModel(model, description, geometry, attention, model.linear_format)
 

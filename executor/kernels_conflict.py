@@ -8,7 +8,7 @@ import importlib.metadata
 
 from octavo.errors import Code, OctavoError
 
-NEEDS_NO_KERNELS = ("torch",)
+NEEDS_NO_KERNELS = ("torch", "auto")
 
 
 def installed_kernels_version() -> str | None:

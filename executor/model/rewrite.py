@@ -34,6 +34,8 @@ def rewrite_model(
     if attention.name != "cpu":
         log.info("layers run as the modeling code has them: they are rewritten only where attention is 'cpu'")
         return model
+    loaded_as = str(model.weights_dtype).removeprefix("torch.")
+    geometry = replace(geometry, dtype=loaded_as)  # the proof is not to be blurred by KV of fewer bits
     try:
         parts = take_apart(model.module, model.hook)
         rewritten = _proved(_pack(model, attention, parts, model.linear_format), attention, geometry)

@@ -46,7 +46,8 @@ def compare_with_plain(model: CausalModel, attention: AttentionBackend, geometry
     plain = _plain_logits(model, sequences)
     paged = _paged_logits(model, attention, geometry, sequences)
     difference = float((plain - paged).abs().max())
-    allowed = _TOLERANCE[model.linear_format] * max(1.0, float(plain.abs().max()))
+    tolerance = max(_TOLERANCE[model.linear_format], _TOLERANCE[geometry.dtype])
+    allowed = tolerance * max(1.0, float(plain.abs().max()))
     return difference, allowed
 
 

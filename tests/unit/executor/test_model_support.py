@@ -251,6 +251,7 @@ def test_the_fingerprint_changes_with_what_changes_kv(tmp_path):
 def test_the_distribution_called_kernels_is_explained():
     assert check_kernels("triton", None) is None
     assert "pip uninstall kernels" in str(check_kernels("torch", "0.9.0"))
+    assert "auto does without them" in str(check_kernels("auto", "0.9.0"))  # plain torch attends then
     assert "kernels 0.9.0 is installed" in refusal(check_kernels, "triton", "0.9.0")
 
 

@@ -27,6 +27,7 @@ from executor.ids import StepId
 from executor.model.forward import CausalModel
 from executor.model.loader import load_model
 from executor.model.rewrite import rewrite_model
+from executor.model.verify import verify_model
 from executor.slots import SlotTable
 from executor.step import BlockTable, RowSampling, RowStart, Step
 from octavo.model_source import resolve_model
@@ -185,3 +186,11 @@ def test_a_sequence_past_the_rotary_tables_makes_them_longer(backend, tmp_path):
     (after,) = logits(rewritten(model, backend), backend, [sequence], chunk=300)
     (before,) = logits(model, backend, [sequence], chunk=300)
     torch.testing.assert_close(after[-20:], before[-20:], rtol=1e-4, atol=1e-4)
+
+
+def test_kv_of_fewer_bits_than_the_weights_is_no_reason_to_refuse(backend, tmp_path):
+    """Its rounding is larger than that of the weights' format, and both proofs allow for it."""
+    model = load(save_tiny_llama, tmp_path)
+    half = KvGeometry(BLOCK, "bfloat16", model.layers)
+    assert verify_model(model, backend, half) > 0
+    assert rewrite_model(model, backend, half).rewritten is not None
