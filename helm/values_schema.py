@@ -19,10 +19,22 @@ FILE = Path(__file__).parent / "octavo" / "values.schema.json"
 Schema = dict[str, Any]
 
 # Options that the chart sets.
-ROUTER_WIRED = ("listen", "metrics_listen", "cache_service", "executor", "engines", "router_id")
-CACHE_SERVICE_WIRED = ("listen", "metrics_listen", "shared_memory_dir")
+INTERNAL_TLS = (
+    "internal_tls_certificate",
+    "internal_tls_key",
+    "internal_tls_ca",
+    "internal_tls_server_name",
+)
+COMMON_WIRED = ("listen", "metrics_listen", "health_listen", *INTERNAL_TLS)
+ROUTER_WIRED = (
+    *COMMON_WIRED,
+    *("cache_service", "executor", "engines", "router_id"),
+    *("tls_certificate", "tls_key", "tls_client_ca", "tenants_file", "allow_plaintext_tokens"),
+)
+CACHE_SERVICE_WIRED = (*COMMON_WIRED, "shared_memory_dir")
 EXECUTOR_WIRED = (
-    *("listen", "metrics_listen", "executor_id", "cache_service", "register_timeout_s"),
+    *COMMON_WIRED,
+    *("executor_id", "cache_service", "register_timeout_s"),
     *("model", "model_name", "device", "kv_memory_mib"),
 )
 
@@ -202,6 +214,40 @@ def _engine() -> Schema:
     )
 
 
+def _tls() -> Schema:
+    return _object(
+        {
+            "secretName": _text("Secret with tls.crt and tls.key of the public API; empty: no TLS"),
+            "requireClientCertificates": _flag("of the CA in that Secret's ca.crt"),
+            "internalSecretName": _text(
+                "Secret with tls.crt, tls.key and ca.crt, for routers and engines; empty: no TLS"
+            ),
+            "internalServerName": _text("the name that certificate is for", minLength=1),
+        }
+    )
+
+
+def _tenants() -> Schema:
+    return _object(
+        {
+            "secretName": _text("Secret with the tenants file; empty: everybody may call"),
+            "key": _text("of the file in the Secret", minLength=1),
+            "allowPlaintextTokens": _flag("take tokens without TLS, where something else protects them"),
+        }
+    )
+
+
+def _test() -> Schema:
+    return _object(
+        {
+            "enabled": _flag(),
+            "prompt": _text(minLength=1),
+            "tlsSecretName": _text("Secret with a client certificate: tls.crt, tls.key"),
+            "tokenSecret": _object({"name": _text("empty: no token"), "key": _text(minLength=1)}),
+        }
+    )
+
+
 def _monitoring() -> Schema:
     monitor = {"enabled": _flag(), "interval": _text(pattern="^[0-9]+(ms|s|m)$"), "labels": STRING_MAP}
     rules = {
@@ -229,12 +275,14 @@ def _schema() -> Schema:
         "image": image,
         "imagePullSecrets": _list(_object({"name": _text(minLength=1)}, required=("name",))),
         "hub": _object({"tokenSecret": secret, "endpoint": _text()}),
+        "tls": _tls(),
+        "tenants": _tenants(),
         "router": _router(),
         "engine": _engine(),
         "serviceAccount": _object({"create": _flag(), "name": _text(), "annotations": STRING_MAP}),
         "networkPolicy": _object(policy),
         "monitoring": _monitoring(),
-        "test": _object({"enabled": _flag(), "prompt": _text(minLength=1)}),
+        "test": _test(),
         "global": {"type": "object"},  # given to every chart by Helm
     }
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Values of the Octavo chart"} | _object(

@@ -30,6 +30,9 @@ VALUES: dict[str, Any] = {
             },
         ]
     },
+    "tls": {"secretName": "public-tls", "internalSecretName": "internal-tls"},
+    "tenants": {"secretName": "tenants"},
+    "test": {"tokenSecret": {"name": "test-token"}},
     "monitoring": {
         "podMonitor": {"enabled": True},
         "rules": {"enabled": True, "vllm": True},

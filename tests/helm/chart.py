@@ -47,7 +47,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "engine.defaults.replicas": (1, 2),
     "engine.defaults.executors": (1, 2),
     "engine.defaults.device": ("cpu", "cuda"),
-    "engine.defaults.executor": ({}, {"weights_dtype": "bfloat16", "max_rows": 8, "threads": 3}),
+    "engine.defaults.executor": ({}, {"block_size": 32, "max_rows": 8, "threads": 3}),
     "engine.defaults.preStopSleepS": (0, 5),
     "engine.defaults.cache.persistent": (False, True),
     "engine.defaults.podDisruptionBudget.enabled": (False, True),
@@ -66,6 +66,10 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "test.enabled": (False, True),
     "image.digest": ("", "sha256:" + "a" * 64),
     "hub.tokenSecret.name": ("", "hub-token"),
+    "tls.secretName": ("", "public-tls"),
+    "tls.requireClientCertificates": (False, True),
+    "tls.internalSecretName": ("", "internal-tls"),
+    "tenants.secretName": ("", "tenants"),
 }
 _PLACEMENT = {
     "nodeSelector": {"pool": "fast"},
@@ -182,6 +186,8 @@ def values_of(case: Mapping[str, Any]) -> Object:
         values["engine"]["defaults"] |= _PLACEMENT | {"runtimeClassName": "nvidia"}
     if case["router.grpcRoute.enabled"]:
         values["router"]["grpcRoute"] = {"enabled": True, "parentRefs": [{"name": "gateway"}], "hostnames": ["a.b"]}
+    values["tenants"]["allowPlaintextTokens"] = not case["tls.secretName"]
+    values["test"] |= {"tlsSecretName": "client-tls", "tokenSecret": {"name": "test-token"}}
     models = [{"id": "first", "name": "organisation/llama", "source": SOURCES[case["source"]]}]
     if case["second model"]:
         models.append({"id": "second", "name": "b", "source": {"reference": "demo"}, "replicas": 1, "executors": 1})

@@ -112,15 +112,18 @@ def test_every_port_that_is_named_is_listened_on(case: dict[str, Any]) -> None:
     release = render(values_of(case))
     executors = case["engine.defaults.executors"]
     grpc = {7701, *range(7702, 7702 + executors)}
+    health = {7801, *range(7802, 7802 + executors)}
     metrics = {9701, *range(9702, 9702 + executors)}
     engine = release.named("StatefulSet", "demo-octavo-engine-first")
     [container] = engine["spec"]["template"]["spec"]["containers"]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    assert set(ports.values()) == grpc | metrics
+    assert set(ports.values()) == grpc | health | metrics
     file = _toml(release, "demo-octavo-engine-first")
     assert file["cache_service"]["listen"] == "0.0.0.0:7701"
     assert file["cache_service"]["metrics_listen"] == "0.0.0.0:9701"
+    assert file["cache_service"]["health_listen"] == "0.0.0.0:7801"
     assert file["executor"]["listen"] == "0.0.0.0:7702"
+    assert file["executor"]["health_listen"] == "0.0.0.0:7802"
     assert file["executor"]["metrics_listen"] == "0.0.0.0:9702"
     service = release.named("Service", "demo-octavo-engine-first")["spec"]
     assert {port["port"] for port in service["ports"]} == grpc
@@ -132,6 +135,33 @@ def test_every_port_that_is_named_is_listened_on(case: dict[str, Any]) -> None:
     if case["monitoring.podMonitor.enabled"]:
         endpoints = release.named("PodMonitor", "demo-octavo-engine")["spec"]["podMetricsEndpoints"]
         assert {ports[endpoint["port"]] for endpoint in endpoints} == metrics
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_files_of_secrets_are_where_the_options_say(case: dict[str, Any], read: Callable[..., Any]) -> None:
+    release = render(values_of(case | {"engine.defaults.device": "cpu"}))
+    router: RouterConfig = read(release, "demo-octavo-router", RouterConfig, "router")
+    engine: EngineConfig = read(release, "demo-octavo-engine-first", EngineConfig, "engine")
+    for name, sections in (
+        ("demo-octavo-router", [router]),
+        ("demo-octavo-engine-first", [engine.executor, engine.cache_service]),
+    ):
+        spec = dict(release.pod_specs())[name]
+        mounts = [mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"]]
+        for section in sections:
+            given = {
+                option: value
+                for option, value in section.model_dump().items()
+                if option.endswith(("_certificate", "_key", "_ca", "_file")) and option != "trace_file" and value
+            }
+            for option, path in given.items():
+                assert path.rpartition("/")[0] in mounts, option
+            assert ("internal_tls_key" in given) == bool(case["tls.internalSecretName"])
+    assert bool(router.tls_certificate) == bool(case["tls.secretName"])
+    assert bool(router.tls_client_ca) == (bool(case["tls.secretName"]) and case["tls.requireClientCertificates"])
+    assert bool(router.tenants_file) == bool(case["tenants.secretName"])
+    for connects in (router, engine.executor):
+        assert connects.internal_tls_server_name == ("octavo-internal" if case["tls.internalSecretName"] else "")
 
 
 def test_strings_reach_the_file_whole(read: Callable[..., Any]) -> None:

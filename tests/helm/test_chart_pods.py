@@ -71,6 +71,38 @@ def test_what_is_written_lies_in_volumes_of_bounded_size(case: dict[str, Any]) -
                 assert variables["XDG_CACHE_HOME"] in mounts
 
 
+def test_keys_are_read_by_their_group_alone_and_go_nowhere_else() -> None:
+    values = {
+        "tls": {"secretName": "public", "internalSecretName": "internal"},
+        "tenants": {"secretName": "tenants"},
+        "test": {"tokenSecret": {"name": "token"}},
+    }
+    secrets = {
+        name: {volume["secret"]["secretName"]: volume["secret"] for volume in spec["volumes"] if "secret" in volume}
+        for name, spec in render(values).pod_specs()
+    }
+    assert {name: set(found) for name, found in secrets.items()} == {
+        "demo-octavo-router": {"public", "internal", "tenants"},
+        "demo-octavo-engine-demo": {"internal"},
+        "demo-octavo-test": {"public"},
+    }
+    assert secrets["demo-octavo-test"]["public"]["items"] == [{"key": "ca.crt", "path": "ca.crt"}], "not the key"
+    assert all(secret["defaultMode"] == 0o440 for found in secrets.values() for secret in found.values())
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        ({"tenants": {"secretName": "a"}, "test": {"enabled": False}}, "tokens would cross the network in plain text"),
+        ({"tenants": {"secretName": "a"}, "tls": {"secretName": "b"}}, "the test has no token"),
+        ({"tls": {"secretName": "b", "requireClientCertificates": True}}, "the test has none"),
+    ],
+)
+def test_what_would_not_start_or_not_answer_is_refused(values: Object, what: str) -> None:
+    with pytest.raises(HelmError, match=what):
+        render(values)
+
+
 def test_a_token_of_the_hub_goes_only_to_pods_that_use_the_hub() -> None:
     models = [
         {"id": "hub", "name": "a", "source": {"reference": "organisation/a"}},
@@ -161,18 +193,18 @@ def test_a_router_lives_without_an_engine() -> None:
     """Restarting it would help nobody: it is not ready, and that is all."""
     [container] = _router()["containers"]
     assert (
-        container["startupProbe"]["grpc"] == container["livenessProbe"]["grpc"] == {"port": 7700, "service": LIVENESS}
+        container["startupProbe"]["grpc"] == container["livenessProbe"]["grpc"] == {"port": 7800, "service": LIVENESS}
     )
-    assert container["readinessProbe"]["grpc"] == {"port": 7700, "service": launch_plan.ROUTER_HEALTH}
+    assert container["readinessProbe"]["grpc"] == {"port": 7800, "service": launch_plan.ROUTER_HEALTH}
 
 
 def test_an_engine_is_given_the_time_that_loading_takes() -> None:
     [container] = _engine(with_model(startTimeoutS=1000))["containers"]
     probe = container["startupProbe"]
-    assert probe["grpc"] == {"port": 7702, "service": launch_plan.EXECUTOR_HEALTH}
+    assert probe["grpc"] == {"port": 7802, "service": launch_plan.EXECUTOR_HEALTH}
     assert probe["periodSeconds"] * probe["failureThreshold"] > 1000, "the launcher says why, if it is let"
     assert container["readinessProbe"]["grpc"] == probe["grpc"]
-    assert container["livenessProbe"]["grpc"] == {"port": 7701, "service": LIVENESS}
+    assert container["livenessProbe"]["grpc"] == {"port": 7801, "service": LIVENESS}
 
 
 # -------------------------------------------------------------------------------------------------------------- drain

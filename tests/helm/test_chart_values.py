@@ -1,10 +1,12 @@
 """The values' schema: written from the configs, closed at every level, and in step with values.yaml."""
 
 import importlib.util
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import yaml
 from helm_python.errors import HelmError
 
 from tests.helm.chart import FOLDER, Object, load, nested, render, with_model
@@ -81,7 +83,9 @@ def _is_in(values: Any, path: str) -> bool:
         ({"router.config": {"max_steps_in_flight": 3}}, "max_steps_in_flight"),
         ({"router.config": {"listen": "0.0.0.0:1"}}, "listen"),
         ({"router.config": {"engines": []}}, "engines"),
-        ({"engine.defaults.executor": {"weights_dtype": "int3"}}, "weights_dtype"),
+        ({"router.config": {"tls_key": "/key"}}, "tls_key"),
+        ({"engine.defaults.executor": {"health_listen": "0.0.0.0:1"}}, "health_listen"),
+        ({"engine.defaults.executor": {"block_size": 0}}, "block_size"),
         ({"engine.defaults.executor": {"model": "other"}}, "model"),
         ({"engine.defaults.executor": {"kv_memory_mib": 1}}, "kv_memory_mib"),
         ({"engine.defaults.device": "tpu"}, "device"),
@@ -160,3 +164,12 @@ def test_a_model_says_only_what_differs_from_the_defaults() -> None:
 def test_fewer_pods_at_most_than_at_least_is_refused() -> None:
     with pytest.raises(HelmError, match="minReplicas is more than maxReplicas"):
         render(nested({"engine.defaults.autoscaling": {"enabled": True, "minReplicas": 5}}))
+
+
+def test_the_example_of_the_readme_is_taken() -> None:
+    [example] = re.findall(r"```yaml\n(.*?)```", (FOLDER / "README.md").read_text("utf-8"), re.DOTALL)
+    release = render(yaml.safe_load(example))
+    assert {found["metadata"]["name"] for found in release.of_kind("StatefulSet")} == {
+        "demo-octavo-engine-llama",
+        "demo-octavo-engine-qwen",
+    }

@@ -65,10 +65,16 @@ takes for blocks of 20 kB and up. On a GPU they do not.
 
 {{- define "octavo.engineConfig" -}}
 {{- $threads := max 1 (div (int .model.cpus) (int .model.executors)) -}}
+{{- $tls := include "octavo.internalTlsOptions" .root | fromJson -}}
 {{- $executor := dict
-    "listen" "0.0.0.0:7702" "metrics_listen" "0.0.0.0:9702" "device" .model.device "threads" $threads
+    "listen" "0.0.0.0:7702" "health_listen" "0.0.0.0:7802" "metrics_listen" "0.0.0.0:9702" "device" .model.device "threads" $threads
     "model_name" .model.name "kv_memory_mib" .model.kvMemoryMib "register_timeout_s" .model.startTimeoutS -}}
-{{- $cache := dict "listen" "0.0.0.0:7701" "metrics_listen" "0.0.0.0:9701" -}}
+{{- $cache := dict "listen" "0.0.0.0:7701" "health_listen" "0.0.0.0:7801" "metrics_listen" "0.0.0.0:9701" -}}
+{{- $cache = mergeOverwrite $cache $tls -}}
+{{- $executor = mergeOverwrite $executor $tls -}}
+{{- if $tls -}}
+{{- $_ := set $executor "internal_tls_server_name" .root.Values.tls.internalServerName -}}
+{{- end -}}
 {{ include "octavo.tomlTable" (dict "name" "engine" "values" (dict
     "model" (include "octavo.modelReference" .model)
     "executors" .model.executors

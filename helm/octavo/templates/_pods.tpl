@@ -99,6 +99,30 @@ failureThreshold: {{ .failureThreshold }}
 {{- end }}
 {{- end -}}
 
+{{/* Options for the Secret of internal TLS, as a JSON object. */}}
+{{- define "octavo.internalTlsOptions" -}}
+{{- if .Values.tls.internalSecretName -}}
+{{- dict "internal_tls_certificate" "/etc/octavo/internal/tls.crt" "internal_tls_key" "/etc/octavo/internal/tls.key"
+    "internal_tls_ca" "/etc/octavo/internal/ca.crt" | toJson -}}
+{{- else -}}
+{}
+{{- end -}}
+{{- end -}}
+
+{{/* A Secret as a volume. Takes name, secret and, where only some keys are wanted, items. */}}
+{{- define "octavo.secretVolume" -}}
+- name: {{ .name }}
+  secret:
+    secretName: {{ .secret }}
+    defaultMode: 0440
+    {{- with .items }}
+    items:
+      {{- range . }}
+      - { key: {{ . }}, path: {{ . }} }
+      {{- end }}
+    {{- end }}
+{{- end -}}
+
 {{/* A table of a TOML file. JSON's numbers, strings, booleans and arrays of them are TOML's. */}}
 {{- define "octavo.tomlTable" -}}
 [{{ .name }}]
