@@ -180,9 +180,9 @@ def test_a_large_pool_has_room_for_its_ledger() -> None:
 
 
 def test_gpus_are_asked_for_where_the_device_is_one() -> None:
-    on_gpu = _engine(with_model(device="cuda", gpus=2, gpuResource="nvidia.com/mig-1g.10gb"))
-    assert on_gpu["containers"][0]["resources"]["limits"]["nvidia.com/mig-1g.10gb"] == 2
-    on_cpu = _engine(with_model(gpus=2))
+    on_gpu = _engine(with_model(device="cuda", gpuResource="nvidia.com/mig-1g.10gb"))
+    assert on_gpu["containers"][0]["resources"]["limits"]["nvidia.com/mig-1g.10gb"] == 1
+    on_cpu = _engine()
     assert set(on_cpu["containers"][0]["resources"]["limits"]) == {"memory"}
 
 
