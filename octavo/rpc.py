@@ -28,7 +28,8 @@ from octavo.tls import TlsMaterial, TlsSource
 log = logging.getLogger(__name__)
 
 ERROR_DOMAIN = "octavo"
-MAX_MESSAGE_BYTES = 32 * 1024 * 1024
+MIB = 1024 * 1024
+MAX_MESSAGE_BYTES = 32 * MIB
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
 # A health name that is SERVING as long as the event loop answers, drain or not: "restart it" and "send it no calls" are
 # two things to say.
@@ -42,6 +43,7 @@ SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.so_reuseport", 0),
+    ("grpc.server_handshake_timeout_ms", 20_000),  # of a client that connects and says nothing; the default is 120 s
 )
 
 CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
@@ -291,23 +293,27 @@ async def start_server(
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     tls: TlsSource | None = None,
     health_listen: str = "",
+    max_concurrent_calls: int | None = None,
 ) -> ServerParts:
     """Bind, register, start. Health is NOT_SERVING until the caller says otherwise, but for `LIVENESS`.
 
     Args:
         listen: `host:port` (port 0: any) or `unix:/path`.
         services: (full service name, a function that adds its servicer to a server).
-        extra_options: gRPC server options that this server alone has.
+        extra_options: gRPC server options of this server alone, instead of those of all.
         interceptors: run outside of the error interceptor.
         tls: certificates, followed when they change; not used on a Unix socket.
         health_listen: where health, and nothing else, is answered without TLS and to everybody; empty: nowhere. Probes
             of Kubernetes speak no TLS.
+        max_concurrent_calls: more are refused with RESOURCE_EXHAUSTED; None: no limit.
 
     Raises:
         OSError: an address is taken or not ours.
     """
     server = grpc.aio.server(
-        options=(*SERVER_OPTIONS, *extra_options), interceptors=(*interceptors, ErrorInterceptor())
+        options=tuple((dict(SERVER_OPTIONS) | dict(extra_options)).items()),  # of two of a name gRPC takes the first
+        interceptors=(*interceptors, ErrorInterceptor()),
+        maximum_concurrent_rpcs=max_concurrent_calls,
     )
     names = tuple(name for name, _ in services)
     for _, register in services:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from octavo.metrics import MetricsServer, start_metrics_server
-from octavo.rpc import ServerParts, start_server
+from octavo.rpc import MIB, ServerParts, start_server
 from octavo.tls import public_tls
 from router.config import RouterConfig
 from router.fleet import Fleet
@@ -71,6 +71,7 @@ class Router:
                 ("grpc.keepalive_time_ms", keepalive_ms),
                 ("grpc.keepalive_timeout_ms", keepalive_ms // 3),
                 ("grpc.http2.ping_timeout_ms", keepalive_ms // 3),
+                ("grpc.max_receive_message_length", self._config.max_message_mib * MIB),
             ),
             interceptors=(
                 AccountingInterceptor(self.metrics.on_call),
@@ -78,6 +79,7 @@ class Router:
             ),
             tls=self._tls,
             health_listen=self._config.health_listen,
+            max_concurrent_calls=self._config.max_concurrent_calls,
         )
         if self._config.metrics_listen:
             self._metrics_server = start_metrics_server(self.metrics.registry, self._config.metrics_listen)

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, Protocol
 import grpc
 
 from octavo.errors import Code, FieldViolation, OctavoError, invalid_argument
-from octavo.rpc import MAX_MESSAGE_BYTES
+from octavo.rpc import MIB
 from octavo.v1 import inference_pb2, inference_pb2_grpc
 from router import refusals, validation
 from router.backend import Backend
@@ -187,7 +187,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             max_queued_requests=config.max_queued_requests,
             max_running_requests=max(limits.max_running_requests for limits in engines or [config]),
             max_tokens_per_step=max(limits.max_tokens_per_step for limits in engines or [config]),
-            max_message_bytes=MAX_MESSAGE_BYTES,
+            max_message_bytes=config.max_message_mib * MIB,
             max_stop_strings=config.max_stop_strings,
             max_stop_string_bytes=config.max_stop_string_bytes,
             max_stop_token_ids=config.max_stop_token_ids,

@@ -1,6 +1,7 @@
 """Every status of the public API that applies, with its details."""
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -206,3 +207,28 @@ async def test_a_failed_row_fails_alone(source: str) -> None:
         error = error_of_call(bad)
         assert (error.code, error.metadata) == (Code.INTERNAL, {"reason": "LOGITS_NOT_FINITE"})
         await stack.settle()
+
+
+async def test_calls_and_messages_have_a_limit_that_can_be_chosen(source: str) -> None:
+    config = {"max_concurrent_calls": 2, "max_message_mib": 1}
+    async with running_stack(source, config=config) as stack:
+        info = await stack.stub.GetServerInfo(inference_pb2.GetServerInfoRequest(), timeout=30)
+        assert info.limits.max_message_bytes == 2**20
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stack.generate("x" * 2**20)
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        stack.executor.hooks.is_open.clear()
+        calls = [asyncio.create_task(stack.generate(stopping={"max_tokens": 2})) for _ in range(2)]
+        assert await until(lambda: len(stack.engine.roster) == 2)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stack.generate()
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        stack.executor.hooks.is_open.set()
+        assert [answer.usage.generated_tokens for answer in await asyncio.gather(*calls)] == [2, 2]
+
+        async def is_taken() -> bool:
+            with suppress(grpc.aio.AioRpcError):  # a call counts until its handler has ended, after its answer
+                return bool((await stack.generate(stopping={"max_tokens": 2})).usage.generated_tokens)
+            return False
+
+        assert await until(is_taken)
