@@ -56,8 +56,9 @@ protos-check: $(VENV)/.test ## prove that the committed stubs are those of the p
 		|| { echo "octavo/v1 is not what the protos give; run make protos and commit"; exit 1; }; \
 	echo "octavo/v1 matches the protos"
 
-docs: $(VENV)/.test ## write the options into the tables of docs/operations.md and the schema of the chart's values
+docs: $(VENV)/.test ## write the tables of options and of metrics, and the schema of the chart's values
 	$(BIN)/python docs/option_tables.py
+	$(BIN)/python -m docs.metric_tables
 	$(BIN)/python -m helm.values_schema
 
 chart: docs ## the same, and the chart's dashboards

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from docs import metric_tables
 from helm.dashboards.files import FOLDER, render
 from tests.dashboards.panels import DASHBOARDS, TARGETS, expression_of, panels_of
 from tests.exported import TARGET_LABELS, exported_series
@@ -52,6 +53,10 @@ def test_legends_name_labels_that_the_series_keep(target: dict[str, Any]) -> Non
     named = set(re.findall(r"{{\s*(\w+)\s*}}", target["legendFormat"]))
     for grouped in re.findall(r"^(?:histogram_quantile\([\d.]+, )?(?:sum|max) by \(([^)]*)\)", target["expr"]):
         assert named <= {label.strip() for label in grouped.split(",")}
+
+
+def test_the_page_of_metrics_is_what_the_processes_export() -> None:
+    assert metric_tables.PAGE.read_text("utf-8") == metric_tables.render(), "run make docs"
 
 
 def test_variables_are_filled_from_series_that_have_the_label() -> None:
