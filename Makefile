@@ -21,7 +21,7 @@ PROTOS := $(wildcard protos/octavo/v1/*.proto)
 PROTOC := -Iprotos -Iprotos/third_party
 
 .PHONY: help demo test test-long lint format protos protos-check docs chart chart-lint alerts-long kernels-compile \
-	kernels-long gpu-wheels gpu-check fuzz soak clean
+	kernels-long gpu-wheels gpu-check fuzz soak chaos chaos-short clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 20

@@ -218,7 +218,7 @@ async def running_stack(
             cache_app=cache_app,
         )
         try:
-            assert await until(lambda: router.fleet.is_ready, 20), "the router did not become ready"
+            assert await until(lambda: router.fleet.is_ready, 120), "the router did not become ready"
             yield stack
         finally:
             await channel.close()
