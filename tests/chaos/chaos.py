@@ -242,9 +242,8 @@ async def run(seconds: float, seed: int, num_streams: int, folder: Path) -> Scor
 
 def report(score: Score) -> None:
     print(f"\n{score.num_whole} answers whole, {score.num_not_accepted} requests refused and sent again,", end=" ")
-    print(
-        f"{len(score.wrong)} faults\n\n| what | times | streams | longest wait for a token, p50 s | max s |\n|---|---|---|---|---|"
-    )
+    print(f"{len(score.wrong)} faults\n")
+    print("| what | times | streams | longest wait for a token, p50 s | max s |\n|---|---|---|---|---|")
     for what, name, _ in ACTIONS:
         blows = [blow for blow in score.blows if (blow.what, blow.process) == (what, name)]
         gaps = [gap for blow in blows for gap in blow.gaps_s.values()]
