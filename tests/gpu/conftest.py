@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-IS_CHECK = os.environ.get("OCTAVO_GPU_CHECK") == "1"
+IS_CHECK = os.environ.get("GPU_CHECK") == "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
