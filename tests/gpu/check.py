@@ -120,7 +120,12 @@ def main(argv: list[str] | None = None) -> int:
     until_s = time.monotonic() + TOTAL_S
     results = arguments.results.resolve()
     results.mkdir(parents=True, exist_ok=True)
-    install(arguments.wheels)
+    try:
+        install(arguments.wheels)
+    except subprocess.CalledProcessError:  # pip has said which
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        print(f"gpu-check: wheels that do not fit; make gpu-wheels GPU_PYTHON={version}", file=sys.stderr)
+        return 2
     environment = os.environ | {
         "PYTHONPATH": f"{ROOT}{os.pathsep}{SITE}",
         "PYTHONUNBUFFERED": "1",
