@@ -6,17 +6,20 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 from torch import Tensor
 
+from cache_service import app as cache_app
 from cache_service import device_arena
+from cache_service.config import CacheServiceConfig
 from cache_service.device_arena import DeviceArena, create_device_arena
 from cache_service.geometry import KvGeometry, LayerGeometry
 from cache_service.servicer_messages import arena_message
-from executor.clients.cache import ArenaGrant, _grant_of
+from executor import arena as executor_arena
+from executor.clients.cache import ArenaGrant, CacheClient, Registration, _grant_of
 from executor.cuda.arena import CudaArena, CudaMapping, map_cuda_arena
 from octavo.cuda_driver import CudaDriver
 from octavo.errors import Code, OctavoError
@@ -153,6 +156,24 @@ def test_a_closed_arena_is_handed_out_no_more_and_kept_by_those_that_have_it(are
     with pytest.raises(OctavoError, match="nobody answers"):
         map_grant(grant, cuda)
     mapped.close()
+
+
+async def test_an_executor_registers_for_a_device_and_maps_what_it_is_granted(cuda, monkeypatch, tmp_path):
+    """Over gRPC, as the two processes do it."""
+    monkeypatch.setattr(cache_app, "load_driver", lambda: CudaDriver(cuda))
+    address = f"unix:{tmp_path}/cache.sock"
+    config = CacheServiceConfig(listen=address, metrics_listen="", drain_grace_s=0)
+    layers = tuple(executor_arena.LayerGeometry(**asdict(layer)) for layer in GEOMETRY.layers)
+    geometry = executor_arena.KvGeometry(GEOMETRY.block_size, GEOMETRY.dtype, layers)
+    registration = Registration("e", os.getpid(), "cuda:0", "model", geometry, KV_BYTES)
+    async with cache_app.running(config, cache_app.outside_of(config)) as app:
+        client = CacheClient(address, registration)
+        grant, again = await client.register(30), await client.register(30)
+        assert (grant.memory_id, grant.geometry) == (again.memory_id, geometry)
+        mapped = map_grant(grant, cuda)
+        assert mapped.num_blocks == app.service.find_arena("cuda:0").memory.description.num_blocks
+        mapped.close()
+        await client.close()
 
 
 class TestIpcHandles:
