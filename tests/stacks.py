@@ -24,6 +24,7 @@ from router.link import Link
 from tests.fakes import FakeExecutor, Script, counting
 
 SETTLE_S = 5.0
+CALL_S = 180.0  # a test whose processes start anew waits for them in the middle of a call
 ROUTER_OPTIONS: dict[str, Any] = {
     "listen": "127.0.0.1:0",
     "metrics_listen": "",
@@ -64,11 +65,11 @@ class Front:
     stub: inference_pb2_grpc.InferenceServiceStub
 
     async def generate(self, prompt: str = "hi?", **fields: Any) -> inference_pb2.GenerateResponse:
-        return await self.stub.Generate(request(prompt, **fields), timeout=30)
+        return await self.stub.Generate(request(prompt, **fields), timeout=CALL_S)
 
     async def stream(self, prompt: str = "hi?", **fields: Any) -> list[inference_pb2.GenerateStreamResponse]:
         message = request(prompt, kind=inference_pb2.GenerateStreamRequest, **fields)
-        return [response async for response in self.stub.GenerateStream(message, timeout=30)]
+        return [response async for response in self.stub.GenerateStream(message, timeout=CALL_S)]
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of the samples of this name that have these labels."""

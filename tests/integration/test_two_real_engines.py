@@ -16,7 +16,7 @@ from router.app import Router
 from router.config import RouterConfig
 from tests.engines import RunningEngine, running_engine
 
-START_S = 120.0
+START_S = 240.0
 PROMPTS = {name: [1, *range(start, start + 50)] for name, start in (("a", 20), ("b", 120))}
 LONG = {"temperature": 0.0, "max_tokens": 400, "ignore_eos": True}
 
@@ -37,7 +37,8 @@ async def serving(folder: Path, *engines: RunningEngine) -> AsyncIterator[AsyncC
     ]
     path = folder / "router.toml"
     path.write_text('[router]\nlisten = "127.0.0.1:0"\nmetrics_listen = ""\n\n' + "\n".join(tables))
-    argv = ["--config", str(path), "--drain-accept-window-s=0"]
+    # An executor takes longer than a minute to start where the machine is busy.
+    argv = ["--config", str(path), "--drain-accept-window-s=0", f"--recovery-grace-s={START_S}"]
     router = Router(load_settings(RouterConfig, section="router", program="octavo router", argv=argv))
     await router.start()
     try:
