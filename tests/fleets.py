@@ -115,7 +115,7 @@ async def running_fleet(
         channel = await exits.enter_async_context(open_channel(f"127.0.0.1:{router.port}"))
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         fleet = FleetStack(router=router, stub=stub, engines=running, channel=channel)
-        assert await until(lambda: all(map(fleet.is_up, running)), 20), "not every engine became ready"
+        assert await until(lambda: all(map(fleet.is_up, running)), 120), "not every engine became ready"
         yield fleet
 
 
