@@ -6,7 +6,7 @@ after its allocation was answered, a fork goes before all else that waits and ca
 release swallows what else waits for its sequence.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from router.ids import BlockId, SequenceId, SessionKey, StepId
 from router.request import CacheScope
 
 MAX_BATCH = 256
+MAX_BATCH_TOKENS = 4_000_000  # of 5 bytes at most: a message may have 32 MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +213,7 @@ class Outbox:
             turn = (self._next_turn + offset) % len(waiting)
             if waiting[turn]:
                 self._next_turn = turn + 1
-                keys = list(waiting[turn])[:MAX_BATCH]
+                keys = _first_keys(waiting[turn])
                 return [waiting[turn].pop(key) for key in keys]
         return None
 
@@ -222,6 +223,18 @@ class Outbox:
             table.clear()
         for sessions in (self.acknowledged, self._fenced_until, self._told):
             sessions.clear()
+
+
+def _first_keys(waiting: Mapping[SequenceId, Item]) -> list[SequenceId]:
+    """Of as many as go into one message, and of at least one. Allocations of long prompts are what fills it."""
+    keys: list[SequenceId] = []
+    num_tokens = 0
+    for key, item in waiting.items():
+        num_tokens += len(item.token_ids) if isinstance(item, Allocation) else 0
+        if keys and (len(keys) == MAX_BATCH or num_tokens > MAX_BATCH_TOKENS):
+            break
+        keys.append(key)
+    return keys
 
 
 def _joined(first: Commit, second: Commit) -> Commit:

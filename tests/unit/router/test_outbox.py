@@ -1,14 +1,15 @@
 """What waits for the cache service: merged, in an order that is right for each sequence, and fair between kinds."""
 
 from router.ids import SequenceId, SessionKey, StepId
-from router.outbox import Allocation, Commit, Extension, Fork, Outbox, Release
+from router.outbox import MAX_BATCH_TOKENS, Allocation, Commit, Extension, Fork, Outbox, Release
+from router.request import CacheScope
 
 ONE, TWO = SequenceId(1), SequenceId(2)
 SESSION = SessionKey("executor", 1, 1)
 
 
 def allocation(sequence_id: SequenceId) -> Allocation:
-    return Allocation(sequence_id, (1, 2), None, 0, False)
+    return Allocation(sequence_id, (1, 2), CacheScope(), 0, False)
 
 
 def release(sequence_id: SequenceId, commit: Commit | None = None, step: int = 0) -> Release:
@@ -20,6 +21,18 @@ def take_all(outbox: Outbox) -> list[object]:
     while (batch := outbox.take()) is not None:
         taken += batch
     return taken
+
+
+def test_long_prompts_that_wait_together_go_in_several_messages() -> None:
+    """One message of them all would be larger than gRPC takes, and the lease lost for it."""
+    outbox, prompt = Outbox(), (7,) * (MAX_BATCH_TOKENS // 2)
+    for number in range(1, 6):
+        outbox.allocate(Allocation(SequenceId(number), prompt, CacheScope(), 0, False))
+    outbox.allocate(Allocation(SequenceId(6), (7,) * (MAX_BATCH_TOKENS + 1), CacheScope(), 0, False))
+    sizes = []
+    while (batch := outbox.take()) is not None:
+        sizes.append(len(batch))
+    assert sizes == [2, 2, 1, 1]
 
 
 def test_commits_of_a_sequence_become_one() -> None:
