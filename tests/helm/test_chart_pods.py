@@ -84,7 +84,7 @@ def test_keys_are_read_by_their_group_alone_and_go_nowhere_else() -> None:
     assert {name: set(found) for name, found in secrets.items()} == {
         "demo-octavo-router": {"public", "internal", "tenants"},
         "demo-octavo-engine-demo": {"internal"},
-        "demo-octavo-test": {"public"},
+        "demo-octavo-test": {"public", "token"},
     }
     assert secrets["demo-octavo-test"]["public"]["items"] == [{"key": "ca.crt", "path": "ca.crt"}], "not the key"
     assert all(secret["defaultMode"] == 0o440 for found in secrets.values() for secret in found.values())
