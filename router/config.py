@@ -68,7 +68,7 @@ class RouterConfig(BaseModel):
     router_id: str = Field("", description="stable name of this router; empty: made of host name and address")
     lease_ttl_s: float = Field(10.0, gt=0, description="seconds after which the cache service forgets a silent router")
     recovery_grace_s: float = Field(
-        60.0,
+        300.0,
         ge=0,
         description="seconds that running requests wait for a lost executor or cache service before they fail",
     )
