@@ -27,6 +27,7 @@ class Oracle:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model.eval()
         self._answers: dict[tuple[tuple[int, ...], int], OracleAnswer] = {}
+        self._judgements: dict[tuple[int, ...], OracleAnswer] = {}
 
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> OracleAnswer:
         """Exactly `num_tokens` tokens after `prompt`; the end-of-sequence token does not end it."""
@@ -34,6 +35,22 @@ class Oracle:
         if key not in self._answers:
             self._answers[key] = self._generate(key[0], num_tokens)
         return self._answers[key]
+
+    def judge(self, prompt: Sequence[int], answer: Sequence[int]) -> OracleAnswer:
+        """The token that is best after `prompt` and each beginning of `answer`, from one pass over both.
+
+        An answer that says just these tokens is the one of `greedy`, token by token, at the price of a prefill.
+        """
+        key = (*prompt, *answer)
+        if key not in self._judgements:
+            self._judgements[key] = self._judge(key, len(answer))
+        return self._judgements[key]
+
+    @torch.inference_mode()
+    def _judge(self, ids: tuple[int, ...], num_tokens: int) -> OracleAnswer:
+        logits = self._model(torch.tensor([ids[:-1]]), logits_to_keep=num_tokens).logits[0]  # [num_tokens, vocabulary]
+        top2 = logits.topk(2).values
+        return OracleAnswer(logits.argmax(-1).tolist(), (top2[:, 0] - top2[:, 1]).tolist())
 
     @torch.inference_mode()
     def _generate(self, prompt: tuple[int, ...], num_tokens: int) -> OracleAnswer:
