@@ -105,7 +105,7 @@ class Call:
 
     def on_answered(self, usage: Usage) -> None:
         """Nothing more is generated for it, whatever ended it."""
-        self._gate.take(self.tenant, usage.generated_tokens - usage.resumed_tokens)
+        self._gate.take(self.tenant, usage.new_tokens)
         self._gate.metrics.on_used(self.tenant.name, usage)
 
 

@@ -75,7 +75,7 @@ class TenantMetrics:
         label = self._labels.of(tenant)
         self._tokens.labels(label, "prompt").inc(usage.prompt_tokens)
         self._tokens.labels(label, "cached").inc(usage.cached_tokens)
-        self._tokens.labels(label, "generated").inc(usage.generated_tokens - usage.resumed_tokens)
+        self._tokens.labels(label, "generated").inc(usage.new_tokens)
 
     def on_not_let_in(self, reason: str) -> None:
         self._failures.labels(reason.lower()).inc()
