@@ -317,7 +317,7 @@ def _checked(raw: RawRequest, request_id: str, model: Model, tenant: Tenant) -> 
         bypass_cache=raw.bypass_cache or raw.prompt_logprobs,
         priority=raw.priority,
         time_limit_s=raw.time_limit_s,
-        resume=tuple(sorted((index, tuple(token_ids)) for index, token_ids in raw.resume)),
+        resume=tuple((index, tuple(token_ids)) for index, token_ids in raw.resume),
     )
 
 

@@ -186,6 +186,10 @@ async def test_an_answer_that_had_ended_is_not_computed_again(source: str) -> No
     [
         ("resume[0].token_ids", {"resume": [{"token_ids": [65, EOS, 66]}]}),
         ("resume[0].token_ids", {"resume": [{"token_ids": [65] * 4}], "stopping": {"max_tokens": 3}}),
+        (
+            "resume[1].token_ids",
+            {"sampling": {"n": 2}, "resume": [{"index": 1, "token_ids": [65]}, {"token_ids": [65, EOS, 66]}]},
+        ),
         ("resume[0].token_ids[1]", {"resume": [{"token_ids": [65, 2**40]}]}),
         ("resume[0].index", {"resume": [{"index": 1, "token_ids": [65]}]}),
         ("resume", {"resume": [{"token_ids": [65]}, {"token_ids": [65]}]}),
