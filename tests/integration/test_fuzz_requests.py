@@ -35,7 +35,7 @@ BATCH = 64  # requests at once
 QUEUE = 24  # places for those that wait, so that some find none
 CONTEXT_TOKENS = 40  # what an answer without max_tokens may take
 PART = 3_200  # requests of one run of hypothesis
-FEW = 640
+FEW = 320
 MANY = 100_000
 STATUSES = {
     (Code.INVALID_ARGUMENT, "INVALID_FIELD"),
