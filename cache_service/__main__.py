@@ -18,7 +18,7 @@ PROGRAM = "octavo cache-service"
 def main(argv: list[str] | None = None) -> int:
     """Run until SIGTERM or SIGINT. Returns the exit code: 0, or 2 when it cannot start as configured."""
     config = load_settings(CacheServiceConfig, section="cache_service", program=PROGRAM, argv=argv)
-    configure_logging("cache-service", config.log_level)
+    configure_logging("cache-service", config.log_level, config.log_format)
     try:
         asyncio.run(_serve(config))
     except (OSError, ValueError) as error:

@@ -25,6 +25,7 @@ from octavo.cuda_driver import load_driver, parse_ordinal
 from octavo.metrics import start_metrics_server
 from octavo.rpc import ServerParts
 from octavo.tls import internal_tls
+from octavo.tracing import NO_TRACING, Tracing, start_tracing
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class Outside:
     watch_process: Callable[[int], Watched]
     clock: Clock
     reclaim: Callable[[], object] = list  # takes away what nobody holds any more
+    tracing: Tracing = NO_TRACING
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,11 @@ class RunningApp:
 
 
 def outside_of(config: CacheServiceConfig) -> Outside:
-    """The real outside: POSIX shared memory, memory of GPUs, pidfds, the clocks of this machine."""
+    """The real outside: POSIX shared memory, memory of GPUs, pidfds, the clocks of this machine, a collector of traces.
+
+    Raises:
+        ValueError: traces are asked for and cannot be sent.
+    """
     directory, owner = config.shared_memory_dir, _name_of(config.listen)
     return Outside(
         make_arena=partial(_make_arena, directory, owner),
@@ -58,6 +64,7 @@ def outside_of(config: CacheServiceConfig) -> Outside:
         watch_process=watch_process,
         clock=Clock(),
         reclaim=partial(reclaim_stale, directory),
+        tracing=start_tracing("cache-service", config.otel_traces),
     )
 
 
@@ -88,7 +95,9 @@ async def running(
     """
     tls = internal_tls(config)
     service = service or CacheService()
-    servicer = BlockManagerServicer(service, config, outside.make_arena, outside.watch_process, outside.clock)
+    servicer = BlockManagerServicer(
+        service, config, outside.make_arena, outside.watch_process, outside.clock, outside.tracing
+    )
     _take_over(service, servicer, outside)
     outside.reclaim()
     metrics = start_metrics_server(make_registry(service), config.metrics_listen) if config.metrics_listen else None
@@ -116,6 +125,7 @@ async def running(
             await server.drain(config.drain_accept_window_s, config.drain_grace_s)
     finally:
         service.close()
+        await asyncio.to_thread(outside.tracing.close)
         if metrics is not None:
             metrics.close()
 

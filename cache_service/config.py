@@ -16,6 +16,10 @@ class CacheServiceConfig(BaseModel):
     metrics_listen: str = Field("127.0.0.1:9701", description="address of /metrics: host:port; empty: none")
     reflection: bool = Field(True, description="serve gRPC reflection")
     log_level: LogLevel = Field("info", description="least severe records to log")
+    log_format: Literal["console", "json"] = Field("console", description="form of a log line: for people, or JSON")
+    otel_traces: bool = Field(
+        False, description="send OpenTelemetry traces of requests, as the variables OTEL_* say; needs octavo[otel]"
+    )
     drain_accept_window_s: float = Field(0.0, ge=0, description="seconds that calls are still accepted after SIGTERM")
     drain_grace_s: float = Field(5.0, ge=0, description="seconds that running calls may take to end after SIGTERM")
     health_listen: str = Field(

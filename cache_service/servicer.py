@@ -7,7 +7,7 @@ making of an arena. Here belongs translation of whole calls. Not here: decisions
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -19,7 +19,7 @@ from cache_service.config import CacheServiceConfig
 from cache_service.geometry import KvGeometry
 from cache_service.lease import Lease
 from cache_service.managed_arena import ArenaMemory
-from cache_service.operation import Allocation, LeaseId, SequenceId
+from cache_service.operation import Allocated, Allocation, LeaseId, SequenceId
 from cache_service.process import Watched
 from cache_service.registration import Registration
 from cache_service.registry import Executor
@@ -44,8 +44,9 @@ from cache_service.servicer_messages import (
     steps_of,
     tokens_of,
 )
-from octavo.errors import FieldViolation, invalid_argument
+from octavo.errors import FieldViolation, OctavoError, invalid_argument
 from octavo.rpc import ServerParts, start_server
+from octavo.tracing import NO_TRACING, TraceContext, Tracing
 from octavo.v1 import cache_pb2, cache_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -82,12 +83,14 @@ class BlockManagerServicer(cache_pb2_grpc.BlockManagerServiceServicer):
         make_arena: MakeArena,
         watch_process: Callable[[int], Watched],
         clock: Clock,
+        tracing: Tracing = NO_TRACING,
     ) -> None:
         self._service = service
         self._config = config
         self._make_arena = make_arena
         self._watch_process = watch_process
         self._clock = clock
+        self._tracing = tracing
         self._registering = asyncio.Lock()
 
     # ------------------------------------------------------------------------------------------- executors, sessions
@@ -204,12 +207,31 @@ class BlockManagerServicer(cache_pb2_grpc.BlockManagerServiceServicer):
         self, request: cache_pb2.AllocateSequencesRequest, context: grpc.aio.ServicerContext
     ) -> cache_pb2.AllocateSequencesResponse:
         def apply(lease: Lease) -> cache_pb2.AllocateSequencesResponse:
+            began_ns = time.time_ns()
             items = list(map(allocation_of, request.allocations))
             answers = self._service.operations.allocate(lease, request.arena_id, items, self._now())
+            self._tell_allocated(request.allocations, answers, began_ns)
             sequences = [allocated_message(answer, f"allocations[{i}]") for i, answer in enumerate(answers)]
             return cache_pb2.AllocateSequencesResponse(sequences=sequences)
 
         return self._in_order(request, apply)
+
+    def _tell_allocated(
+        self,
+        asked: Sequence[cache_pb2.SequenceAllocation],
+        answers: Sequence[Allocated | OctavoError],
+        began_ns: int,
+    ) -> None:
+        """To the log and to the traces of the requests. What is refused is asked for again soon, so it is not told."""
+        for allocation, answer in zip(asked, answers, strict=True):
+            if isinstance(answer, OctavoError):
+                continue
+            request, num_blocks, num_cached = allocation.request, len(answer.block_ids), answer.num_cached_tokens
+            log.debug("request %s has %d blocks, %d tokens cached", request.request_id, num_blocks, num_cached)
+            if request.traceparent and self._tracing.is_on:
+                context = TraceContext(request.traceparent, request.tracestate)
+                about = {"octavo.blocks": num_blocks, "octavo.cached_tokens": num_cached}
+                self._tracing.begin("allocate", context, about, at_ns=began_ns).end()
 
     async def ExtendSequences(
         self, request: cache_pb2.ExtendSequencesRequest, context: grpc.aio.ServicerContext

@@ -16,6 +16,7 @@ from octavo.errors import Code, OctavoError
 from octavo.logs import configure_logging
 from octavo.settings import load_settings
 from octavo.tls import TlsSource, internal_tls
+from octavo.tracing import Tracing, start_tracing
 
 log = logging.getLogger(__name__)
 PROGRAM = "octavo executor"
@@ -29,11 +30,11 @@ def main(argv: list[str] | None = None) -> int:
         The exit code: 0; 1 when another try may succeed; 2 when it cannot run as configured.
     """
     config = load_settings(ExecutorConfig, section="executor", program=PROGRAM, argv=argv)
-    configure_logging("executor", config.log_level)
+    configure_logging("executor", config.log_level, config.log_format)
     if config.attention == "triton-interpret":
         os.environ["TRITON_INTERPRET"] = "1"  # which Triton reads when it is imported, and never again
     try:
-        return asyncio.run(_serve(config, internal_tls(config)))
+        return asyncio.run(_serve(config, internal_tls(config), start_tracing("executor", config.otel_traces)))
     except OctavoError as error:
         log.debug("the executor failed", exc_info=True)
         sys.stderr.write(f"{PROGRAM}: {error.message}\n")
@@ -44,11 +45,11 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_BAD_CONFIGURATION
 
 
-async def _serve(config: ExecutorConfig, tls: TlsSource | None) -> int:
+async def _serve(config: ExecutorConfig, tls: TlsSource | None, tracing: Tracing) -> int:
     stop = _Stop()
     # Brings in torch, transformers and, through them, Triton. In a thread, so that a signal ends the wait.
     app = await asyncio.to_thread(importlib.import_module, "executor.app")
-    async with app.running(config, stop.fatal, tls):
+    async with app.running(config, stop.fatal, tls, tracing):
         stop.is_serving = True
         await stop.event.wait()
         log.info("draining")

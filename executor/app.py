@@ -45,6 +45,7 @@ from octavo.metrics import start_metrics_server
 from octavo.model_source import resolve_model
 from octavo.rpc import ServerParts
 from octavo.tls import TlsSource
+from octavo.tracing import NO_TRACING, Tracing
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,10 @@ class RunningExecutor:
 
 @asynccontextmanager
 async def running(
-    config: ExecutorConfig, on_fatal: Callable[[str], None], tls: TlsSource | None = None
+    config: ExecutorConfig,
+    on_fatal: Callable[[str], None],
+    tls: TlsSource | None = None,
+    tracing: Tracing = NO_TRACING,
 ) -> AsyncIterator[RunningExecutor]:
     """Serve while the context lasts, then drain.
 
@@ -85,7 +89,7 @@ async def running(
         OctavoError: the model, the attention or the arena cannot be used, or the cache service did not answer in time.
         OSError, ValueError: an address is taken, not ours, or none.
     """
-    servicer = ExecutorServicer()
+    servicer = ExecutorServicer(tracing)
     server = await start_executor_server(
         config.listen,
         servicer,
@@ -104,6 +108,7 @@ async def running(
             await client.close()
     finally:
         await server.stop(0)
+        await asyncio.to_thread(tracing.close)
 
 
 def load(config: ExecutorConfig) -> LoadedModel:

@@ -20,11 +20,13 @@ from executor.servicer_messages import (
     outcome_response,
     step_of,
 )
+from executor.servicer_requests import SessionRequests
 from executor.session_host import SessionHost
 from executor.sessions import Opened
 from executor.step import StepOutcome
 from octavo.errors import Code, FieldViolation, OctavoError, invalid_argument
 from octavo.rpc import ServerParts, start_server
+from octavo.tracing import NO_TRACING, Tracing
 from octavo.v1 import executor_pb2 as pb
 from octavo.v1 import executor_pb2_grpc
 
@@ -35,8 +37,9 @@ MAX_STEPS_IN_FLIGHT = 2
 class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     """See executor.proto."""
 
-    def __init__(self) -> None:
+    def __init__(self, tracing: Tracing = NO_TRACING) -> None:
         self._ready: _Ready | None = None
+        self._tracing = tracing
 
     def begin(self, host: SessionHost, description: ExecutorDescription) -> None:
         """Take calls from now on; before, they are answered with UNAVAILABLE."""
@@ -52,7 +55,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     ) -> AsyncIterator[pb.SessionResponse]:
         ready = self._get_ready()
         opened = await _open(ready.host, request_iterator)
-        stream = _Stream(ready.host, opened)
+        requests = SessionRequests(self._tracing)
+        stream = _Stream(ready.host, opened, requests)
         reader = asyncio.create_task(stream.read(request_iterator))
         try:
             yield pb.SessionResponse(
@@ -67,6 +71,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         finally:
             reader.cancel()
             ready.host.disconnect(opened)
+            requests.end()
 
     async def ExecuteStep(
         self, request: pb.ExecuteStepRequest, context: grpc.aio.ServicerContext
@@ -115,8 +120,9 @@ async def _open(host: SessionHost, requests: AsyncIterator[pb.SessionRequest]) -
 class _Stream:
     """What is between the two tasks of one stream: steps in flight, in order."""
 
-    def __init__(self, host: SessionHost, opened: Opened) -> None:
+    def __init__(self, host: SessionHost, opened: Opened, requests: SessionRequests) -> None:
         self._host = host
+        self._requests = requests
         self._opened = opened
         self._in_flight: asyncio.Queue[asyncio.Future[StepOutcome] | None] = asyncio.Queue()
         self._room = asyncio.Semaphore(MAX_STEPS_IN_FLIGHT)
@@ -137,7 +143,9 @@ class _Stream:
     async def outcomes(self) -> AsyncIterator[StepOutcome]:
         """In the order of the steps, each when it is there."""
         while (future := await self._in_flight.get()) is not None:
-            yield await future
+            outcome = await future
+            self._requests.answer(outcome)
+            yield outcome
             self._room.release()
 
     async def _take(self, request: pb.SessionRequest) -> bool:
@@ -146,6 +154,7 @@ class _Stream:
         if kind == "step":
             await self._room.acquire()
             future = self._host.process(self._opened, step_of(request.step))
+            self._requests.take(request.step)
             future.add_done_callback(_retrieve)  # the stream may be gone when it fails
             self._in_flight.put_nowait(future)
         elif kind == "acknowledge":

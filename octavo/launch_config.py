@@ -14,12 +14,17 @@ from executor.config import ExecutorConfig
 from router.config import RouterConfig
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["console", "json"]
 
 
 class _LaunchConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     log_level: LogLevel = Field("info", description="least severe level logged, of every section that sets none")
+    log_format: LogFormat = Field("console", description="form of a log line: for people, or JSON")
+    otel_traces: bool = Field(
+        False, description="send OpenTelemetry traces of requests, as the variables OTEL_* say; needs octavo[otel]"
+    )
     start_timeout_s: float = Field(300.0, gt=0, description="seconds until each process must be ready")
     max_restarts: int = Field(5, ge=0, description="times in five minutes that a dead process is restarted")
 
@@ -49,7 +54,7 @@ class _LaunchConfig(BaseModel):
     @classmethod
     def _shared(cls, section: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """What the options outside of all sections say for this section."""
-        shared = {"log_level": values["log_level"]} if "log_level" in values else {}
+        shared = {name: values[name] for name in ("log_level", "log_format", "otel_traces") if name in values}
         if section == "executor" and values.get("model") is not None:
             shared["model"] = values["model"]
         if section == "router" and values.get("trace"):

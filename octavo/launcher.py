@@ -51,7 +51,7 @@ def engine(argv: list[str] | None = None) -> int:
     def run() -> int:
         _check_tls(config.cache_service, config.executor)
         with RunDirectory() as directory:
-            return run_stages(plan_engine(config, directory.socket), on_ready)
+            return run_stages(plan_engine(config, directory.socket), on_ready, is_json=config.log_format == "json")
 
     return _guarded("octavo engine", run)
 
@@ -62,21 +62,25 @@ def run_serve(config: ServeConfig, on_ready: OnReady) -> int:
     def run() -> int:
         _check_tls(config.cache_service, config.executor, config.router)
         with RunDirectory() as directory:
-            return run_stages(plan_serve(config, directory.socket), on_ready)
+            return run_stages(plan_serve(config, directory.socket), on_ready, is_json=config.log_format == "json")
 
     return _guarded("octavo serve", run)
 
 
 def run_stages(
-    stages: Stages, on_ready: OnReady, probe: HealthProbe = is_serving, answering: HealthProbe = answers
+    stages: Stages,
+    on_ready: OnReady,
+    probe: HealthProbe = is_serving,
+    answering: HealthProbe = answers,
+    *,
+    is_json: bool = False,
 ) -> int:
-    """Run the processes of a plan until a signal or a failure; returns the exit code."""
-    return asyncio.run(_run(stages, on_ready, probe, answering))
-
-
-async def _run(stages: Stages, on_ready: OnReady, probe: HealthProbe, answering: HealthProbe) -> int:
+    """Run the processes of a plan until a signal or a failure; returns the exit code. `is_json`: their lines are."""
     names = [spec.name for stage in stages for spec in stage]
-    log = PrefixedLog([NAME, *names])
+    return asyncio.run(_run(stages, on_ready, probe, answering, PrefixedLog([NAME, *names], is_json=is_json)))
+
+
+async def _run(stages: Stages, on_ready: OnReady, probe: HealthProbe, answering: HealthProbe, log: PrefixedLog) -> int:
     environment = child_environment(dict(os.environ))
 
     def child_of(spec: ChildSpec) -> Child:

@@ -1,7 +1,11 @@
-"""One stream for the lines of many processes, each behind the name of its process."""
+"""One stream for the lines of many processes, each behind the name of its process, or all of them JSON."""
 
+import json
 import sys
+import time
 from typing import TextIO
+
+from octavo.logs import json_head
 
 _COLOURS = ("36", "33", "32", "35", "34", "31")  # of a terminal, one per process in turn
 
@@ -12,10 +16,12 @@ class PrefixedLog:
     Args:
         names: all that will write, in the order of their colours.
         stream: where to; None: standard error.
+        is_json: lines that are JSON objects stay as they are, all others become one.
     """
 
-    def __init__(self, names: list[str], stream: TextIO | None = None) -> None:
+    def __init__(self, names: list[str], stream: TextIO | None = None, *, is_json: bool = False) -> None:
         self._stream = stream or sys.stderr
+        self._is_json = is_json
         width = max(map(len, names))
         colours = self._stream.isatty()
         self._prefixes = {
@@ -26,10 +32,16 @@ class PrefixedLog:
     def write(self, name: str, line: str) -> None:
         """One line, at once."""
         try:
-            self._stream.write(f"{self._prefixes[name]}{line}\n")
+            whole = _as_json(name, line) if self._is_json else f"{self._prefixes[name]}{line}"
+            self._stream.write(f"{whole}\n")
             self._stream.flush()
         except (BrokenPipeError, ValueError):  # nobody reads any more: that stops no one
             pass
+
+
+def _as_json(name: str, line: str) -> str:
+    is_object = line.startswith("{") and line.endswith("}")
+    return line if is_object else json.dumps(json_head(name, "info", time.time()) | {"message": line})
 
 
 def _prefix(text: str, colour: str | None) -> str:

@@ -8,6 +8,7 @@ import sys
 
 from octavo.logs import configure_logging
 from octavo.settings import load_settings
+from octavo.tracing import Tracing, start_tracing
 from router.app import Router
 from router.config import RouterConfig
 
@@ -24,23 +25,23 @@ def main(argv: list[str] | None = None) -> int:
         The exit status: 0 after an end in order, 2 where an address or an option is wrong.
     """
     config = load_settings(RouterConfig, section="router", program="octavo router", argv=argv)
-    configure_logging("router", config.log_level)
+    configure_logging("router", config.log_level, config.log_format)
     # The tokenizer has its own threads here: more of them only fight with the executor for cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        asyncio.run(_serve(config))
+        asyncio.run(_serve(config, start_tracing("router", config.otel_traces)))
     except (OSError, ValueError) as error:
         sys.stderr.write(f"octavo router: {error}\n")
         return EXIT_BAD_CONFIGURATION
     return 0
 
 
-async def _serve(config: RouterConfig) -> None:
+async def _serve(config: RouterConfig, tracing: Tracing) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _on_signal, stop)
-    router = Router(config)
+    router = Router(config, tracing=tracing)
     await router.start()
     await stop.wait()
     await router.drain()

@@ -11,12 +11,14 @@ from pathlib import Path
 from octavo.metrics import MetricsServer, start_metrics_server
 from octavo.rpc import MIB, ServerParts, start_server
 from octavo.tls import public_tls
+from octavo.tracing import NO_TRACING, Tracing
 from router.config import RouterConfig
 from router.fleet import Fleet
 from router.metrics import RouterMetrics
 from router.servicer.accounting import AccountingInterceptor
 from router.servicer.authentication import AuthenticationInterceptor
 from router.servicer.servicer import SERVICE_NAME, InferenceServicer
+from router.servicer.traces import RequestTraces
 from router.tenants.gate import Gate
 from router.text.tokenizer import load_tokenizer
 from router.text.tokenizers import LoadTokenizer
@@ -38,16 +40,20 @@ class Router:
         ValueError: options of TLS or tenants that do not go together, or files of them that cannot be used.
     """
 
-    def __init__(self, config: RouterConfig, load: LoadTokenizer = load_tokenizer) -> None:
+    def __init__(
+        self, config: RouterConfig, load: LoadTokenizer = load_tokenizer, tracing: Tracing = NO_TRACING
+    ) -> None:
         self._config = config
         self._tls = public_tls(config)
         self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="tokenizer")
         self._trace = _trace_of(config)
+        self._tracing = tracing
         self.metrics = RouterMetrics(lambda: self.fleet.links, self._trace)
         router_id = config.router_id or f"{socket.gethostname()}:{config.listen}"
         self.fleet = Fleet(config, router_id, self.metrics, self._threads, self._show_ready, load)
         self._gate = Gate(config, self.metrics.registry)
-        self._servicer = InferenceServicer(self.fleet, config, self.metrics, self._gate)
+        traces = RequestTraces(tracing)
+        self._servicer = InferenceServicer(self.fleet, config, self.metrics, self._gate, traces)
         self._server: ServerParts | None = None
         self._metrics_server: MetricsServer | None = None
         self._is_closed = False
@@ -128,6 +134,7 @@ class Router:
             self._metrics_server.close()
         if self._trace is not None:
             self._trace.write()
+        await asyncio.to_thread(self._tracing.close)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _wait_until_idle(self) -> None:

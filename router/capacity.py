@@ -122,8 +122,8 @@ class Capacity:
         most = blocks_for(choice.spec.max_kv_tokens, block_size) - blocks_for(len(choice.tokens), block_size)
         num_refused = len(self.roster.waiting) if self._retry_admission_at is not None else 0
         slack = max(0, min(most, self._slack(num_refused)))
-        allocation = Allocation(choice.sequence_id, tuple(choice.tokens), checked.scope, slack, checked.bypass_cache)
-        self.outbox.allocate(allocation)
+        about = (checked.scope, slack, checked.bypass_cache, choice.request.tag)
+        self.outbox.allocate(Allocation(choice.sequence_id, tuple(choice.tokens), *about))
 
     def _slack(self, num_waiting: int) -> int:
         return admission.slack_blocks(self.slack_blocks, self.used_blocks, self.model, num_waiting)

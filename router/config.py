@@ -25,6 +25,10 @@ class RouterConfig(BaseModel):
     metrics_listen: str = Field("127.0.0.1:9700", description="address of /metrics: host:port; empty: none")
     reflection: bool = Field(True, description="serve gRPC reflection")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level logged")
+    log_format: Literal["console", "json"] = Field("console", description="form of a log line: for people, or JSON")
+    otel_traces: bool = Field(
+        False, description="send OpenTelemetry traces of requests, as the variables OTEL_* say; needs octavo[otel]"
+    )
     drain_accept_window_s: float = Field(
         2.0, ge=0, description="seconds that new calls are still taken after health says NOT_SERVING"
     )

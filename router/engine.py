@@ -21,6 +21,7 @@ from router.live import Choice, LiveRequest, Phase, Times
 from router.model import Model
 from router.observer import Observer
 from router.outbox import Allocated, Allocation, Extended, Extension, Fork, Forked, Outbox, Snapshot
+from router.reports import report_end
 from router.request import CheckedRequest, FinishReason, RequestSpec
 from router.results import Results
 from router.roster import Roster
@@ -359,6 +360,7 @@ class Engine:
     def finish(self, choice: Choice, ending: Ending) -> None:
         """An answer is complete, or as complete as it will be; with the last of its request, the request is."""
         request = choice.request
+        choice.finish_reason = ending.reason
         request.stream.finish(choice.index, ending.reason, ending.matched_stop)
         self._end_choice(choice)
         if request.is_ended:
@@ -395,11 +397,7 @@ class Engine:
 
     def _report(self, request: LiveRequest, outcome: str) -> None:
         self._time_limits.pop(request, None)
-        now = self._clock()
-        usage, timing = request.usage(), request.timing(now)
-        self._observer.on_ended(outcome, usage, timing, now - request.times.arrived)
-        preemptions = request.num_preemptions
-        log.info("request %s: %s, %s, %s, %d preemptions", request.request_id, outcome, usage, timing, preemptions)
+        report_end(self._observer, request, outcome, self._clock())
 
 
 def _started(live: LiveRequest) -> Started:

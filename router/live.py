@@ -10,8 +10,9 @@ A request is what a client sent and hears of; a choice is one of its answers: it
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
+from octavo.tracing import NO_CONTEXT, RequestTag, TraceContext
 from router.ids import BlockId, SequenceId, SessionKey, StepId
-from router.request import CheckedRequest, RequestSpec, Timing, Usage
+from router.request import CheckedRequest, FinishReason, RequestSpec, Timing, Usage
 from router.scheduler import Row
 from router.stream import EventStream
 from router.text.answer import AnswerText
@@ -65,6 +66,7 @@ class Choice:
     _answer: AnswerText | None = None
     tokens: list[int] = field(default_factory=list)
     last_token_at: float | None = None
+    finish_reason: FinishReason | None = None
     cumulative_logprob: float = 0.0
 
     _row: Row | None = None
@@ -164,6 +166,7 @@ class LiveRequest:
         arrival: counts requests of an engine; with the priority it is the order in which they are served.
         choices: its answers, by index.
         num_cached_tokens: of the prompt, at the first admission; None: not admitted yet.
+        trace: of its call.
     """
 
     checked: CheckedRequest
@@ -173,6 +176,7 @@ class LiveRequest:
     choices: list[Choice] = field(init=False)
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
+    trace: TraceContext = NO_CONTEXT
     _spec: RequestSpec | None = None
 
     def __post_init__(self) -> None:
@@ -183,6 +187,11 @@ class LiveRequest:
     @property
     def request_id(self) -> str:
         return self.checked.request_id
+
+    @property
+    def tag(self) -> RequestTag:
+        """What other processes are told of it, for their logs and traces."""
+        return RequestTag(self.request_id, self.trace)
 
     @property
     def key(self) -> tuple[str, str]:

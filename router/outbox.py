@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from octavo.errors import OctavoError
+from octavo.tracing import NO_TAG, RequestTag
 from router.ids import BlockId, SequenceId, SessionKey, StepId
 from router.request import CacheScope
 
@@ -25,6 +26,7 @@ class Allocation:
     scope: CacheScope
     slack_blocks: int
     bypass_cache: bool
+    tag: RequestTag = NO_TAG
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from octavo.tracing import NO_TAG, RequestTag
 from router.ids import BlockId, Slot, StepId
 from router.logprob import TokenLogprob
 from router.scheduler import Run
@@ -48,6 +49,7 @@ class RowStart:
     num_computed_tokens: int
     block_ids: tuple[BlockId, ...]
     sampling: RowSampling
+    tag: RequestTag = NO_TAG
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,4 +180,5 @@ def _row_start(choice: Choice, model: Model) -> RowStart:
         num_computed_tokens=choice.row.num_computed,
         block_ids=tuple(choice.block_ids),
         sampling=row_sampling(choice, model.eos_token_ids),
+        tag=choice.request.tag,
     )

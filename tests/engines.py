@@ -19,6 +19,7 @@ from typing import Any
 
 from octavo import AsyncClient
 from octavo.rpc import is_serving, open_channel
+from octavo.tracing import NO_TRACING, Tracing
 from octavo.v1 import cache_pb2, cache_pb2_grpc
 from router.app import Router
 from router.config import RouterConfig
@@ -63,11 +64,12 @@ class RunningEngine:
 
 
 @contextmanager
-def running_engine(model: str, *options: str) -> Iterator[RunningEngine]:
+def running_engine(model: str, *options: str, **variables: str) -> Iterator[RunningEngine]:
     """`octavo engine` on private sockets, serving when this yields, and gone with all it owned afterwards.
 
     Args:
         options: more of its command line, as `--executor.kv-memory-mib=64`.
+        variables: of its environment, beside those of this process.
     """
     with tempfile.TemporaryDirectory(prefix="octavo-test-") as folder:
         cache, executor = f"unix:{folder}/cache.sock", f"unix:{folder}/executor.sock"
@@ -76,7 +78,7 @@ def running_engine(model: str, *options: str) -> Iterator[RunningEngine]:
         command += [f"--cache-service.listen={cache}", "--cache-service.metrics-listen="]
         command += [f"--executor.listen={executor}", "--executor.metrics-listen="]
         # As a user's shell has it: the tests' own switch of Triton is not for the processes that are tested.
-        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
         with log.open("wb") as output:
             process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
         try:
@@ -115,10 +117,14 @@ async def running_router(engine: RunningEngine, **options: Any) -> AsyncIterator
 
 
 @asynccontextmanager
-async def router_in_front_of(engine: RunningEngine, **options: Any) -> AsyncIterator[Router]:
+async def router_in_front_of(
+    engine: RunningEngine, tracing: Tracing = NO_TRACING, **options: Any
+) -> AsyncIterator[Router]:
     """A router of this process that is ready; closed afterwards, and the engine settled."""
     fixed = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0", "drain_accept_window_s": 0}
-    router = Router(RouterConfig(cache_service=engine.cache_service, executor=engine.executor, **(fixed | options)))
+    router = Router(
+        RouterConfig(cache_service=engine.cache_service, executor=engine.executor, **(fixed | options)), tracing=tracing
+    )
     await router.start()
     try:
         async with asyncio.timeout(START_S):

@@ -16,6 +16,7 @@ from prometheus_client import generate_latest
 from cache_service.app import RunningApp, outside_of, running
 from cache_service.config import CacheServiceConfig
 from octavo.rpc import is_serving, open_channel
+from octavo.tracing import NO_TRACING, Tracing
 from octavo.v1 import cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc
 from router.app import Router
 from router.config import RouterConfig
@@ -148,10 +149,10 @@ async def until(condition: Callable[[], bool | Awaitable[bool]], within_s: float
 
 
 @asynccontextmanager
-async def running_cache_service(process: FakeProcess) -> AsyncIterator[RunningApp]:
+async def running_cache_service(process: FakeProcess, tracing: Tracing = NO_TRACING) -> AsyncIterator[RunningApp]:
     """A real cache service."""
     config = CacheServiceConfig(listen="127.0.0.1:0", metrics_listen="", drain_grace_s=0, min_lease_ttl_s=0.2)
-    outside = replace(outside_of(config), watch_process=lambda pid: process)
+    outside = replace(outside_of(config), watch_process=lambda pid: process, tracing=tracing)
     async with running(config, outside) as app:
         yield app
 
@@ -191,6 +192,7 @@ async def running_stack(
     *,
     config: dict[str, Any] | None = None,
     cache: CacheProcess | None = None,
+    tracing: Tracing = NO_TRACING,
     **executor_options: Any,
 ) -> AsyncIterator[Stack]:
     """All three processes in this one, ready to serve.
@@ -198,15 +200,16 @@ async def running_stack(
     Args:
         config: fields of `RouterConfig` that differ from the test's own.
         cache: a cache service that runs already, instead of one in this process.
+        tracing: of router and cache service.
         executor_options: fields of `FakeExecutor`.
     """
     process = FakeProcess()
-    async with nullcontext() if cache else running_cache_service(process) as cache_app:
+    async with nullcontext() if cache else running_cache_service(process, tracing) as cache_app:
         cache_address = cache.address if cache else f"127.0.0.1:{cache_app.server.port}"
         executor = FakeExecutor(script, tokenizer_source, cache_address, **executor_options)
         await executor.start()
         options = {"cache_service": cache_address, "executor": executor.address}
-        router = Router(RouterConfig(**(ROUTER_OPTIONS | options | (config or {}))))
+        router = Router(RouterConfig(**(ROUTER_OPTIONS | options | (config or {}))), tracing=tracing)
         await router.start()
         channel, cache_channel = open_channel(f"127.0.0.1:{router.port}"), open_channel(cache_address)
         stack = Stack(

@@ -307,18 +307,30 @@ class AllocateSequencesRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[LeaseHeader, _Mapping]] = ..., arena_id: _Optional[str] = ..., allocations: _Optional[_Iterable[_Union[SequenceAllocation, _Mapping]]] = ...) -> None: ...
 
 class SequenceAllocation(_message.Message):
-    __slots__ = ("sequence_id", "token_ids", "extras", "slack_blocks", "bypass_cache")
+    __slots__ = ("sequence_id", "token_ids", "extras", "slack_blocks", "bypass_cache", "request")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     EXTRAS_FIELD_NUMBER: _ClassVar[int]
     SLACK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BYPASS_CACHE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     extras: KeyExtras
     slack_blocks: int
     bypass_cache: bool
-    def __init__(self, sequence_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., extras: _Optional[_Union[KeyExtras, _Mapping]] = ..., slack_blocks: _Optional[int] = ..., bypass_cache: bool = ...) -> None: ...
+    request: RequestTag
+    def __init__(self, sequence_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., extras: _Optional[_Union[KeyExtras, _Mapping]] = ..., slack_blocks: _Optional[int] = ..., bypass_cache: bool = ..., request: _Optional[_Union[RequestTag, _Mapping]] = ...) -> None: ...
+
+class RequestTag(_message.Message):
+    __slots__ = ("request_id", "traceparent", "tracestate")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    TRACESTATE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    traceparent: str
+    tracestate: str
+    def __init__(self, request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ...) -> None: ...
 
 class AllocateSequencesResponse(_message.Message):
     __slots__ = ("sequences",)

@@ -144,20 +144,22 @@ class Step(_message.Message):
     def __init__(self, step_id: _Optional[int] = ..., acknowledged_step: _Optional[int] = ..., retired_slots: _Optional[_Iterable[int]] = ..., started_rows: _Optional[_Iterable[_Union[RowStart, _Mapping]]] = ..., extensions: _Optional[_Iterable[_Union[TableExtension, _Mapping]]] = ..., copy_sources: _Optional[_Iterable[int]] = ..., copy_targets: _Optional[_Iterable[int]] = ..., slots: _Optional[_Iterable[int]] = ..., start_positions: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RowStart(_message.Message):
-    __slots__ = ("slot", "incarnation", "token_ids", "num_computed_tokens", "tables", "sampling")
+    __slots__ = ("slot", "incarnation", "token_ids", "num_computed_tokens", "tables", "sampling", "request")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
     slot: int
     incarnation: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_computed_tokens: int
     tables: _containers.RepeatedCompositeFieldContainer[_cache_pb2.BlockTable]
     sampling: RowSampling
-    def __init__(self, slot: _Optional[int] = ..., incarnation: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_computed_tokens: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[_cache_pb2.BlockTable, _Mapping]]] = ..., sampling: _Optional[_Union[RowSampling, _Mapping]] = ...) -> None: ...
+    request: _cache_pb2.RequestTag
+    def __init__(self, slot: _Optional[int] = ..., incarnation: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_computed_tokens: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[_cache_pb2.BlockTable, _Mapping]]] = ..., sampling: _Optional[_Union[RowSampling, _Mapping]] = ..., request: _Optional[_Union[_cache_pb2.RequestTag, _Mapping]] = ...) -> None: ...
 
 class RowSampling(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "choice_index", "suppressed_token_ids", "suppress_until", "num_samples", "num_prompt_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "bias_token_ids", "biases", "allowed_token_ids", "banned_lengths", "banned_token_ids", "logprobs", "num_top_logprobs", "prompt_logprobs_from", "prompt_logprobs_until", "grammar")

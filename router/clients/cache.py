@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import grpc
-from google.protobuf.duration_pb2 import Duration
 from google.rpc import status_pb2
 
 from octavo.errors import Code, OctavoError
 from octavo.rpc import error_of, error_of_call, open_channel
 from octavo.tls import TlsSource
 from octavo.v1 import cache_pb2, cache_pb2_grpc
+from router.clients.lease_messages import commit_message, duration, session_steps, tag_message
 from router.ids import BlockId, SessionKey, StepId
 from router.model import Model
 from router.outbox import (
@@ -78,7 +78,7 @@ class CacheClient:
         Raises:
             OctavoError: not reached, or refused.
         """
-        request = cache_pb2.OpenLeaseRequest(client_id=self._client_id, ttl=_duration(self._ttl_s))
+        request = cache_pb2.OpenLeaseRequest(client_id=self._client_id, ttl=duration(self._ttl_s))
         response = await _call(self._stub.OpenLease, request)
         ttl_s = response.ttl.ToNanoseconds() / 1e9
         return Lease(response.lease_id, response.client_epoch, ttl_s, response.last_sequence_number)
@@ -89,7 +89,7 @@ class CacheClient:
         Raises:
             OctavoError: not reached, or the lease is gone.
         """
-        request = cache_pb2.CloseLeaseRequest(lease_id=lease.lease_id, free_after=_session_steps(free_after))
+        request = cache_pb2.CloseLeaseRequest(lease_id=lease.lease_id, free_after=session_steps(free_after))
         await _call(self._stub.CloseLease, request)
 
     def mutations(self, lease: Lease, model: Model, outbox: Outbox, replies: Replies) -> "LeaseMutations":
@@ -171,7 +171,7 @@ class LeaseMutations:
     async def _keep_alive(self) -> None:
         acknowledged = dict(self._outbox.acknowledged)
         request = cache_pb2.KeepLeaseAliveRequest(
-            lease_id=self._lease.lease_id, acknowledged=_session_steps(acknowledged)
+            lease_id=self._lease.lease_id, acknowledged=session_steps(acknowledged)
         )
         await self._until_answered(self._stub.KeepLeaseAlive, request)
         self._outbox.mark_told(acknowledged)
@@ -182,7 +182,7 @@ class LeaseMutations:
         header = cache_pb2.LeaseHeader(
             lease_id=self._lease.lease_id,
             sequence_number=self._number,
-            acknowledged=_session_steps(acknowledged),
+            acknowledged=session_steps(acknowledged),
         )
         send = {
             Allocation: self._allocate,
@@ -203,6 +203,7 @@ class LeaseMutations:
                 extras=self._extras(allocation.scope),
                 slack_blocks=allocation.slack_blocks,
                 bypass_cache=allocation.bypass_cache,
+                request=tag_message(allocation.tag),
             )
         response = await self._until_answered(self._stub.AllocateSequences, request)
         for allocation, sequence in zip(batch, response.sequences, strict=True):
@@ -225,7 +226,7 @@ class LeaseMutations:
             self._replies.on_extended(extension, outcome)
 
     async def _commit(self, header: cache_pb2.LeaseHeader, batch: list[Commit]) -> None:
-        request = cache_pb2.CommitBlocksRequest(header=header, commits=map(_commit_message, batch))
+        request = cache_pb2.CommitBlocksRequest(header=header, commits=map(commit_message, batch))
         response = await self._until_answered(self._stub.CommitBlocks, request)
         _log_refusals("commit", batch, response.statuses)
 
@@ -235,7 +236,7 @@ class LeaseMutations:
             request.forks.add(
                 parent_sequence_id=fork.parent_id,
                 child_sequence_ids=fork.child_ids,
-                commit=_commit_message(fork.commit),
+                commit=commit_message(fork.commit),
             )
         response = await self._until_answered(self._stub.ForkSequences, request)
         for fork, forked in zip(batch, response.forks, strict=True):
@@ -248,8 +249,8 @@ class LeaseMutations:
         for release in batch:
             request.releases.add(
                 sequence_id=release.sequence_id,
-                commit=_commit_message(release.commit) if release.commit else None,
-                free_after=_session_steps(dict(release.free_after)),
+                commit=commit_message(release.commit) if release.commit else None,
+                free_after=session_steps(dict(release.free_after)),
             )
         response = await self._until_answered(self._stub.ReleaseSequences, request)
         _log_refusals("release", batch, response.statuses)
@@ -267,10 +268,10 @@ class LeaseMutations:
             header=cache_pb2.LeaseHeader(
                 lease_id=self._lease.lease_id,
                 sequence_number=self._number,
-                acknowledged=_session_steps(acknowledged),
+                acknowledged=session_steps(acknowledged),
             ),
             sequences=map(self._snapshot_message, snapshots),
-            sent=_session_steps(sent),
+            sent=session_steps(sent),
         )
         response = await _call(self._stub.Reconcile, request)
         self._outbox.mark_told(acknowledged)
@@ -335,7 +336,7 @@ class LeaseMutations:
         """What was acknowledged since then; of a message that has not been applied."""
         carrier = request if isinstance(request, cache_pb2.KeepLeaseAliveRequest) else request.header
         del carrier.acknowledged[:]
-        carrier.acknowledged.extend(_session_steps(dict(self._outbox.acknowledged)))
+        carrier.acknowledged.extend(session_steps(dict(self._outbox.acknowledged)))
 
     def _extras(self, scope: CacheScope) -> cache_pb2.KeyExtras:
         model = self._model
@@ -373,30 +374,3 @@ def _item_error(status: status_pb2.Status) -> OctavoError | None:
 
 def _block_ids(tables: Any) -> tuple[BlockId, ...]:
     return tuple(tables[0].block_ids) if tables else ()
-
-
-def _commit_message(commit: Commit) -> cache_pb2.SequenceCommit:
-    return cache_pb2.SequenceCommit(
-        sequence_id=commit.sequence_id,
-        num_computed_tokens=commit.num_computed_tokens,
-        token_offset=commit.token_offset,
-        token_ids=commit.token_ids,
-    )
-
-
-def _session_steps(steps: dict[SessionKey, StepId]) -> list[cache_pb2.SessionStep]:
-    return [
-        cache_pb2.SessionStep(
-            session=cache_pb2.SessionKey(
-                executor_id=key.executor_id, executor_epoch=key.executor_epoch, session_id=key.session_id
-            ),
-            step_id=step_id,
-        )
-        for key, step_id in steps.items()
-    ]
-
-
-def _duration(seconds: float) -> Duration:
-    duration = Duration()
-    duration.FromNanoseconds(int(seconds * 1e9))
-    return duration

@@ -4,6 +4,7 @@ import itertools
 
 from octavo.errors import Code, OctavoError
 from octavo.v1 import cache_pb2, executor_pb2
+from router.clients.lease_messages import tag_message
 from router.ids import StepId
 from router.logprob import TokenLogprob
 from router.step import Outcome, RowFailure, RowSampling, RowStart, Step, StepFailed, StepGap, StepResult
@@ -39,6 +40,7 @@ def _row_start_message(start: RowStart) -> executor_pb2.RowStart:
         num_computed_tokens=start.num_computed_tokens,
         tables=[cache_pb2.BlockTable(block_ids=start.block_ids)],
         sampling=_sampling_message(start.sampling),
+        request=tag_message(start.tag),
     )
 
 

@@ -1,6 +1,7 @@
 """InferenceService: each call is read, checked, handed to an engine, and answered from its events."""
 
 import importlib.metadata
+import logging
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
@@ -20,10 +21,13 @@ from router.fleet import Fleet
 from router.link import Link
 from router.servicer import reading, writing
 from router.servicer.authentication import caller
+from router.servicer.traces import RequestTraces
 from router.tenants.accounts import TENANT_LIMIT
 from router.tenants.gate import Call, Gate
 from router.tenants.tenant import Tenant
 from router.validation import RequestLimits, check_count, check_token_ids, validate
+
+log = logging.getLogger(__name__)
 
 SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
@@ -38,9 +42,12 @@ class Rejections(Protocol):
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """The public API of one router."""
 
-    def __init__(self, fleet: Fleet, config: RouterConfig, rejections: Rejections, gate: Gate) -> None:
+    def __init__(
+        self, fleet: Fleet, config: RouterConfig, rejections: Rejections, gate: Gate, traces: RequestTraces
+    ) -> None:
         self._fleet = fleet
         self._gate = gate
+        self._traces = traces
         self._dispatcher = Dispatcher(fleet)
         self._config = config
         self._rejections = rejections
@@ -54,7 +61,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Generate(self, request: Any, context: grpc.aio.ServicerContext) -> inference_pb2.GenerateResponse:
         """The whole answer."""
-        async with self._live(request, context) as ticket:
+        async with self._live(request, context, is_stream=False) as ticket:
             with_ids, sampling = reading.wants_token_ids(request.output), ticket.live.checked.sampling
             answer = writing.UnaryAnswer(ticket.backend.model.name, sampling.n, with_token_ids=with_ids)
             async for event in ticket.live.stream:
@@ -65,7 +72,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: Any, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[inference_pb2.GenerateStreamResponse]:
         """The answer as events."""
-        async with self._live(request, context) as ticket:
+        async with self._live(request, context, is_stream=True) as ticket:
             with_ids, name = reading.wants_token_ids(request.output), ticket.backend.model.name
             async for event in ticket.live.stream:
                 response = writing.stream_response(event, name, with_token_ids=with_ids)
@@ -73,17 +80,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                     yield response
 
     @asynccontextmanager
-    async def _live(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Ticket]:
+    async def _live(self, request: Any, context: grpc.aio.ServicerContext, *, is_stream: bool) -> AsyncIterator[Ticket]:
         """A request that lives as long as its call: whatever ends the call, nothing of it stays behind."""
-        with self._call() as call:
+        metadata: Any = context.invocation_metadata() or ()
+        with self._traces.call(request, metadata, is_stream=is_stream) as trace, self._call() as call:
             ticket = self._reserve(request, context, call.tenant)
+            trace.follow(ticket.live)
             try:
                 await self._start(ticket)
                 call.on_prompt(ticket.live.usage())
                 yield ticket
             finally:
                 self._dispatcher.leave(ticket)
-                call.on_answered(ticket.live.usage())
+                trace.at(ticket.backend)
+                _account(call, ticket)
 
     @contextmanager
     def _call(self) -> Iterator[Call]:
@@ -197,6 +207,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             max_bad_word_bytes=validation.MAX_BAD_WORD_BYTES,
             max_choices=config.max_choices,
         )
+
+
+def _account(call: Call, ticket: Ticket) -> None:
+    """Counting must not hide what ended the call."""
+    try:
+        call.on_answered(ticket.live.usage())
+    except Exception:
+        log.exception("request %s is not counted", ticket.live.request_id)
 
 
 def _check_deadline(context: grpc.aio.ServicerContext) -> None:

@@ -26,6 +26,8 @@ FOUNDATION = {
     "model_source",
     "conversion_cache",
     "tls",
+    "tracing",
+    "otel",
     "secure_channel",
     "tokens",
     "cuda_driver",

@@ -1,14 +1,19 @@
 """The form of a log line, and a metrics server that nothing stops."""
 
+import io
+import json
 import logging
+import os
+import sys
 import urllib.error
 import urllib.request
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from octavo.logs import MAX_MESSAGE_CHARS, LineFormatter, configure_logging
+from octavo.logs import MAX_MESSAGE_CHARS, JsonFormatter, LineFormatter, configure_logging, fields
 from octavo.metrics import ITERATION_TOKENS, start_metrics_server, token_count_buckets
+from octavo.prefixed_log import PrefixedLog
 
 
 def line_of(message: str) -> str:
@@ -34,6 +39,45 @@ def test_prompt_of_a_million_ids_does_not_become_a_log_line():
 def test_what_a_client_chose_cannot_begin_a_line_or_steer_a_terminal():
     line = line_of("request a\nb\x1b[2J\r\x85é\t: done")
     assert line.endswith("request a\\x0ab\\x1b[2J\\x0d\\x85é\t: done")
+
+
+def test_a_json_line_is_one_object_with_the_fields_of_its_record():
+    log = logging.getLogger("test.json")
+    record = log.makeRecord(
+        "router.reports", logging.WARNING, "file", 1, "request %s: eos", ("a\nb",), None, extra=fields(tokens=3)
+    )
+    line = JsonFormatter("router").format(record)
+    assert "\n" not in line
+    said = json.loads(line)
+    assert said.pop("time").endswith("Z")
+    assert said.pop("pid") == os.getpid()
+    about = {"level": "warning", "process": "router", "logger": "router.reports", "message": "request a\nb: eos"}
+    assert said == {**about, "tokens": 3}
+
+
+def test_a_json_line_has_the_traceback_of_an_exception_and_no_long_message():
+    try:
+        raise ValueError("this one")
+    except ValueError:
+        record = logging.LogRecord("a", logging.ERROR, "file", 1, "7, " * 1_500_000, (), sys.exc_info())
+    said = json.loads(JsonFormatter("router").format(record))
+    assert said["exception"].endswith("ValueError: this one")
+    assert len(said["message"]) < MAX_MESSAGE_CHARS + 200
+
+
+def test_the_launcher_lets_json_lines_through_and_makes_objects_of_all_others():
+    stream = io.StringIO()
+    log = PrefixedLog(["octavo", "router"], stream, is_json=True)
+    log.write("router", '{"level": "info", "message": "hello"}')
+    log.write("router", "a library says {this}")
+    first, second = map(json.loads, stream.getvalue().splitlines())
+    assert first == {"level": "info", "message": "hello"}
+    assert (second["process"], second["message"]) == ("router", "a library says {this}")
+
+
+def test_unknown_format_is_refused():
+    with pytest.raises(ValueError, match="choose one of console, json"):
+        configure_logging("router", "info", "yaml")
 
 
 def test_unknown_level_is_refused():
