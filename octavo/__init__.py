@@ -1,7 +1,8 @@
 """Octavo: LLM serving in separate processes over one paged KV cache.
 
-For callers: `octavo.Client` and `octavo.AsyncClient`, and `octavo.OctavoError`, which they raise. Both clients are
-imported when first asked for, because the servers import this package too.
+For callers: `octavo.Client` and `octavo.AsyncClient`, the `octavo.RetryPolicy` that they take, and
+`octavo.OctavoError`, which they raise. All but the last are imported when first asked for, because the servers import
+this package too.
 """
 
 import importlib
@@ -12,11 +13,12 @@ from octavo.errors import OctavoError
 if TYPE_CHECKING:
     from octavo.async_client import AsyncClient
     from octavo.client import Client
+    from octavo.retry import RetryPolicy
 
 __version__ = "0.1.0"
-__all__ = ["AsyncClient", "Client", "OctavoError", "__version__"]
+__all__ = ["AsyncClient", "Client", "OctavoError", "RetryPolicy", "__version__"]
 
-_LAZY = {"AsyncClient": "octavo.async_client", "Client": "octavo.client"}
+_LAZY = {"AsyncClient": "octavo.async_client", "Client": "octavo.client", "RetryPolicy": "octavo.retry"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,23 +1,30 @@
 """`octavo.AsyncClient`: the public API for asyncio. `octavo.client` is its twin for plain Python.
 
-Only what waits is here; requests and results are made in `octavo.messages`, connections in `octavo.client_channel`.
+Only what waits is here; requests and results are made in `octavo.messages`, connections in `octavo.client_channel`,
+what is sent again is decided in `octavo.retry`, and how a broken answer goes on in `octavo.continuation`.
 """
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+import random
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Unpack
 
 import grpc
 
 from octavo import messages
-from octavo.client_channel import MAX_RETRIES, Connection, Security, translated
+from octavo.client import DEFAULT_ADDRESS, DEFAULT_RETRY
+from octavo.client_channel import Connection, Security, cancelled, error_from
+from octavo.continuation import Continuation
+from octavo.errors import OctavoError
 from octavo.options import GenerateOptions, Messages, Prompt
 from octavo.results import Delta, Event, Generation, GenerationBuilder, ModelInfo, ModelLoad, ServerInfo
+from octavo.retry import Attempts, RetryPolicy
 from octavo.v1 import inference_pb2 as pb
 from octavo.v1 import inference_pb2_grpc
-
-DEFAULT_ADDRESS = "127.0.0.1:7700"
 
 
 class AsyncClient:
@@ -25,8 +32,8 @@ class AsyncClient:
 
     Args:
         address: `host:port`, `dns:///name:port` (balanced over all its addresses), or `unix:/path`.
-        timeout_s: deadline of each call that sets none; None: none.
-        retries: times that a refused call is sent again; see `octavo.client_channel`.
+        timeout_s: deadline of each call that sets none, over all its attempts; None: none.
+        retry: what is sent again, and for how long; None: nothing is.
         security: TLS and token, see `octavo.client_channel.Security`.
 
     Raises ValueError where those cannot be used. Every call raises OctavoError with the server's code, reason and field
@@ -38,13 +45,14 @@ class AsyncClient:
         address: str = DEFAULT_ADDRESS,
         *,
         timeout_s: float | None = None,
-        retries: int = MAX_RETRIES,
+        retry: RetryPolicy | None = DEFAULT_RETRY,
         **security: Unpack[Security],
     ) -> None:
         connection = Connection(address, security)
         self._target, self._metadata = connection.target, connection.metadata
         self._timeout_s = timeout_s
-        options, credentials = connection.options(retries), connection.credentials
+        self._retry = retry
+        options, credentials = connection.options, connection.credentials
         self._channel = (
             grpc.aio.insecure_channel(self._target, options=options)
             if credentials is None
@@ -69,18 +77,19 @@ class AsyncClient:
     async def generate(
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Generation:
-        """The whole answer to a text, token ids, or the messages of a chat."""
-        request = messages.generate_request(pb.GenerateRequest, prompt, options)
-        with self._errors():
-            return messages.generation_of(await self._stub.Generate(request, **self._call(timeout_s)))
+        """The whole answer to a text, token ids, or the messages of a chat.
+
+        It comes as a stream too, so that what was computed is not lost with a connection.
+        """
+        async with self.stream(prompt, timeout_s=timeout_s, **options) as stream:
+            return await stream.result()
 
     def stream(
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
     ) -> "AsyncGenerationStream":
         """The same answer as events while it is made."""
-        request = messages.generate_request(pb.GenerateStreamRequest, prompt, options)
-        call = self._stub.GenerateStream(request, **self._call(timeout_s))
-        return AsyncGenerationStream(call, self._target, request.request_id)
+        request = messages.generate_request(prompt, options)
+        return AsyncGenerationStream(self._open_stream, request, self._attempts(timeout_s), self._target)
 
     async def chat(
         self, chat: Messages, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
@@ -97,8 +106,7 @@ class AsyncClient:
     async def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
         """End a live request, whoever sent it; False when there was none."""
         request = pb.CancelRequest(request_id=request_id)
-        with self._errors():
-            return bool((await self._stub.Cancel(request, **self._call(timeout_s))).was_live)
+        return bool((await self._ask(self._stub.Cancel, request, timeout_s)).was_live)
 
     # ---------------------------------------------------------------------------------------------------- text, server
 
@@ -112,8 +120,7 @@ class AsyncClient:
     ) -> list[int]:
         """Token ids of a text or of a chat, as `generate` would compute them."""
         request = messages.tokenize_request(text, model, add_special_tokens)
-        with self._errors():
-            return list((await self._stub.Tokenize(request, **self._call(timeout_s))).token_ids)
+        return list((await self._ask(self._stub.Tokenize, request, timeout_s)).token_ids)
 
     async def detokenize(
         self,
@@ -125,51 +132,88 @@ class AsyncClient:
     ) -> str:
         """The text of token ids."""
         request = messages.detokenize_request(token_ids, model, skip_special_tokens)
-        with self._errors():
-            return str((await self._stub.Detokenize(request, **self._call(timeout_s))).text)
+        return str((await self._ask(self._stub.Detokenize, request, timeout_s)).text)
 
     async def models(self, *, timeout_s: float | None = None) -> list[ModelInfo]:
         """The models that are served."""
-        with self._errors():
-            response = await self._stub.ListModels(pb.ListModelsRequest(), **self._call(timeout_s))
-        return messages.models_of(response)
+        return messages.models_of(await self._ask(self._stub.ListModels, pb.ListModelsRequest(), timeout_s))
 
     async def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
         """Version, identity and limits of the router that answers."""
-        with self._errors():
-            response = await self._stub.GetServerInfo(pb.GetServerInfoRequest(), **self._call(timeout_s))
-        return messages.server_info_of(response)
+        return messages.server_info_of(await self._ask(self._stub.GetServerInfo, pb.GetServerInfoRequest(), timeout_s))
 
     async def load(self, *, timeout_s: float | None = None) -> list[ModelLoad]:
         """How busy each model is."""
-        with self._errors():
-            response = await self._stub.GetLoad(pb.GetLoadRequest(), **self._call(timeout_s))
-        return messages.load_of(response)
+        return messages.load_of(await self._ask(self._stub.GetLoad, pb.GetLoadRequest(), timeout_s))
 
-    def _call(self, timeout_s: float | None) -> dict[str, Any]:
-        """What goes with every call."""
-        return {"timeout": self._timeout_s if timeout_s is None else timeout_s, "metadata": self._metadata}
+    # ----------------------------------------------------------------------------------------------------------- calls
 
-    def _errors(self) -> contextlib.AbstractContextManager[None]:
-        return translated(self._target)
+    def _attempts(self, timeout_s: float | None) -> Attempts:
+        return Attempts(self._retry, self._timeout_s if timeout_s is None else timeout_s, time.monotonic())
+
+    def _open_stream(self, request: pb.GenerateStreamRequest, timeout_s: float | None) -> Any:
+        try:
+            return self._stub.GenerateStream(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.aio.UsageError as error:
+            raise cancelled(f"the client is closed: {error}") from None
+
+    async def _ask(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> Any:
+        """The one answer to a call that may be sent twice."""
+        attempts = self._attempts(timeout_s)
+        while True:
+            try:
+                return await method(request, timeout=attempts.timeout_s(time.monotonic()), metadata=self._metadata)
+            except grpc.RpcError as error:
+                failure = error_from(self._target, error)
+                pause_s = attempts.pause_after(failure, time.monotonic(), random.random())
+            await asyncio.sleep(pause_s)
 
 
 class AsyncGenerationStream:
-    """The events of one answer, in order, up to `Completed`. In `async with`, it ends the request when left."""
+    """The events of one answer, in order, up to `Completed`. In `async with`, it ends the request when left.
 
-    def __init__(self, call: grpc.aio.UnaryStreamCall, target: str, request_id: str) -> None:
-        self.request_id = request_id
-        self._call = call
-        self._target = target
+    Where the connection breaks, it comes back with the tokens that it has: no event is missing, and none comes twice.
+
+    Attributes:
+        request_id: the request's own, or the one that it was given.
+        num_calls: that the answer took so far.
+    """
+
+    def __init__(
+        self,
+        open_call: Callable[[pb.GenerateStreamRequest, float | None], Any],
+        request: pb.GenerateStreamRequest,
+        attempts: Attempts,
+        target: str,
+    ) -> None:
+        self.request_id = request.request_id
+        self.num_calls = 0
+        self._open_call, self._request, self._attempts, self._target = open_call, request, attempts, target
+        self._continuation = Continuation(messages.shape_of(request))
         self._builder = GenerationBuilder()
+        self._fresh: deque[Event] = deque()  # that nobody has read
+        self._began: float | None = None
+        self._closed = asyncio.Event()
+        self._call = self._send()
 
     async def __aiter__(self) -> AsyncIterator[Event]:
-        with translated(self._target):
-            async for response in self._call:
-                event = messages.event_of(response)
-                if event is not None:
-                    self._builder.add(event)
-                    yield event
+        while True:
+            while self._fresh:
+                yield self._fresh.popleft()
+            try:
+                response = await self._call.read()
+            except asyncio.CancelledError:
+                if self._closed.is_set() and not _is_cancelled():
+                    raise cancelled("the stream was closed") from None
+                raise
+            except grpc.RpcError as error:
+                if self._continuation.is_complete:
+                    return
+                await self._come_back(error_from(self._target, error))
+                continue
+            if response is grpc.aio.EOF:  # type: ignore[attr-defined] # the stubs lack it
+                return
+            self._take(response)
 
     async def texts(self) -> AsyncIterator[str]:
         """The text alone, piece by piece; of all choices, so of use for one."""
@@ -185,7 +229,42 @@ class AsyncGenerationStream:
 
     async def close(self) -> None:
         """Ends the request; nothing happens when it has ended."""
+        self._end()
+
+    def _end(self) -> None:
+        self._closed.set()
         self._call.cancel()
+
+    def _send(self) -> Any:
+        if self._closed.is_set():
+            raise cancelled("the stream was closed")
+        now = time.monotonic()
+        self._began = now if self._began is None else self._began
+        request = messages.request_to_send(self._request, self._continuation.resume(), now - self._began)
+        self.num_calls += 1
+        return self._open_call(request, self._attempts.timeout_s(now))
+
+    def _take(self, response: pb.GenerateStreamResponse) -> None:
+        event = messages.event_of(response)
+        try:
+            shown = self._continuation.take(event) if event is not None else []
+        except OctavoError:
+            self._end()
+            raise
+        if shown:
+            self._attempts.progress()
+        for each in shown:
+            self._builder.add(each)
+        self._fresh += shown
+
+    async def _come_back(self, failure: OctavoError) -> None:
+        """After a pause, call again for what is missing. Raises OctavoError where that is not to be done."""
+        pause_s = self._attempts.pause_after(failure, time.monotonic(), random.random())
+        self._continuation.begin_call()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._closed.wait()
+        self._call = self._send()
 
     async def __aenter__(self) -> "AsyncGenerationStream":
         return self
@@ -194,3 +273,9 @@ class AsyncGenerationStream:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+def _is_cancelled() -> bool:
+    """Whether the running task itself is to end, and not only a call that it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,23 +1,31 @@
 """`octavo.Client`: the public API as plain Python calls. `octavo.async_client` is its twin for asyncio.
 
-Only what waits is here; requests and results are made in `octavo.messages`, connections in `octavo.client_channel`.
+Only what waits is here; requests and results are made in `octavo.messages`, connections in `octavo.client_channel`,
+what is sent again is decided in `octavo.retry`, and how a broken answer goes on in `octavo.continuation`.
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Unpack
 
 import grpc
 
 from octavo import messages
-from octavo.client_channel import MAX_RETRIES, Connection, Security, translated
+from octavo.client_channel import Connection, Security, cancelled, error_from
+from octavo.continuation import Continuation
+from octavo.errors import OctavoError
 from octavo.options import GenerateOptions, Messages, Prompt
 from octavo.results import Delta, Event, Generation, GenerationBuilder, ModelInfo, ModelLoad, ServerInfo
+from octavo.retry import Attempts, RetryPolicy
 from octavo.v1 import inference_pb2 as pb
 from octavo.v1 import inference_pb2_grpc
 
 DEFAULT_ADDRESS = "127.0.0.1:7700"
+DEFAULT_RETRY = RetryPolicy()
 
 
 class Client:
@@ -25,8 +33,8 @@ class Client:
 
     Args:
         address: `host:port`, `dns:///name:port` (balanced over all its addresses), or `unix:/path`.
-        timeout_s: deadline of each call that sets none; None: none.
-        retries: times that a refused call is sent again; see `octavo.client_channel`.
+        timeout_s: deadline of each call that sets none, over all its attempts; None: none.
+        retry: what is sent again, and for how long; None: nothing is.
         security: TLS and token, see `octavo.client_channel.Security`.
 
     Raises ValueError where those cannot be used. Every call raises OctavoError with the server's code, reason and field
@@ -38,13 +46,14 @@ class Client:
         address: str = DEFAULT_ADDRESS,
         *,
         timeout_s: float | None = None,
-        retries: int = MAX_RETRIES,
+        retry: RetryPolicy | None = DEFAULT_RETRY,
         **security: Unpack[Security],
     ) -> None:
         connection = Connection(address, security)
         self._target, self._metadata = connection.target, connection.metadata
         self._timeout_s = timeout_s
-        options, credentials = connection.options(retries), connection.credentials
+        self._retry = retry
+        options, credentials = connection.options, connection.credentials
         self._channel = (
             grpc.insecure_channel(self._target, options=options)
             if credentials is None
@@ -69,18 +78,19 @@ class Client:
     def generate(
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Generation:
-        """The whole answer to a text, token ids, or the messages of a chat."""
-        request = messages.generate_request(pb.GenerateRequest, prompt, options)
-        with self._errors():
-            return messages.generation_of(self._stub.Generate(request, **self._call(timeout_s)))
+        """The whole answer to a text, token ids, or the messages of a chat.
+
+        It comes as a stream too, so that what was computed is not lost with a connection.
+        """
+        with self.stream(prompt, timeout_s=timeout_s, **options) as stream:
+            return stream.result()
 
     def stream(
         self, prompt: Prompt, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
     ) -> "GenerationStream":
         """The same answer as events while it is made."""
-        request = messages.generate_request(pb.GenerateStreamRequest, prompt, options)
-        call = self._stub.GenerateStream(request, **self._call(timeout_s))
-        return GenerationStream(call, self._target, request.request_id)
+        request = messages.generate_request(prompt, options)
+        return GenerationStream(self._open_stream, request, self._attempts(timeout_s), self._target)
 
     def chat(self, chat: Messages, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]) -> Generation:
         """The whole answer to a chat; a plain string is what the user says."""
@@ -95,8 +105,7 @@ class Client:
     def cancel(self, request_id: str, *, timeout_s: float | None = None) -> bool:
         """End a live request, whoever sent it; False when there was none."""
         request = pb.CancelRequest(request_id=request_id)
-        with self._errors():
-            return bool(self._stub.Cancel(request, **self._call(timeout_s)).was_live)
+        return bool(self._ask(self._stub.Cancel, request, timeout_s).was_live)
 
     # ---------------------------------------------------------------------------------------------------- text, server
 
@@ -110,8 +119,7 @@ class Client:
     ) -> list[int]:
         """Token ids of a text or of a chat, as `generate` would compute them."""
         request = messages.tokenize_request(text, model, add_special_tokens)
-        with self._errors():
-            return list(self._stub.Tokenize(request, **self._call(timeout_s)).token_ids)
+        return list(self._ask(self._stub.Tokenize, request, timeout_s).token_ids)
 
     def detokenize(
         self,
@@ -123,51 +131,84 @@ class Client:
     ) -> str:
         """The text of token ids."""
         request = messages.detokenize_request(token_ids, model, skip_special_tokens)
-        with self._errors():
-            return str(self._stub.Detokenize(request, **self._call(timeout_s)).text)
+        return str(self._ask(self._stub.Detokenize, request, timeout_s).text)
 
     def models(self, *, timeout_s: float | None = None) -> list[ModelInfo]:
         """The models that are served."""
-        with self._errors():
-            response = self._stub.ListModels(pb.ListModelsRequest(), **self._call(timeout_s))
-        return messages.models_of(response)
+        return messages.models_of(self._ask(self._stub.ListModels, pb.ListModelsRequest(), timeout_s))
 
     def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
         """Version, identity and limits of the router that answers."""
-        with self._errors():
-            response = self._stub.GetServerInfo(pb.GetServerInfoRequest(), **self._call(timeout_s))
-        return messages.server_info_of(response)
+        return messages.server_info_of(self._ask(self._stub.GetServerInfo, pb.GetServerInfoRequest(), timeout_s))
 
     def load(self, *, timeout_s: float | None = None) -> list[ModelLoad]:
         """How busy each model is."""
-        with self._errors():
-            response = self._stub.GetLoad(pb.GetLoadRequest(), **self._call(timeout_s))
-        return messages.load_of(response)
+        return messages.load_of(self._ask(self._stub.GetLoad, pb.GetLoadRequest(), timeout_s))
 
-    def _call(self, timeout_s: float | None) -> dict[str, Any]:
-        """What goes with every call."""
-        return {"timeout": self._timeout_s if timeout_s is None else timeout_s, "metadata": self._metadata}
+    # ----------------------------------------------------------------------------------------------------------- calls
 
-    def _errors(self) -> contextlib.AbstractContextManager[None]:
-        return translated(self._target)
+    def _attempts(self, timeout_s: float | None) -> Attempts:
+        return Attempts(self._retry, self._timeout_s if timeout_s is None else timeout_s, time.monotonic())
+
+    def _open_stream(self, request: pb.GenerateStreamRequest, timeout_s: float | None) -> Any:
+        try:
+            return self._stub.GenerateStream(request, timeout=timeout_s, metadata=self._metadata)
+        except ValueError as error:  # all that gRPC says
+            raise cancelled(f"the client is closed: {error}") from None
+
+    def _ask(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> Any:
+        """The one answer to a call that may be sent twice."""
+        attempts = self._attempts(timeout_s)
+        while True:
+            try:
+                return method(request, timeout=attempts.timeout_s(time.monotonic()), metadata=self._metadata)
+            except grpc.RpcError as error:
+                failure = error_from(self._target, error)
+                time.sleep(attempts.pause_after(failure, time.monotonic(), random.random()))
 
 
 class GenerationStream:
-    """The events of one answer, in order, up to `Completed`. Used in a `with` block, it ends the request when left."""
+    """The events of one answer, in order, up to `Completed`. Used in a `with` block, it ends the request when left.
 
-    def __init__(self, call: grpc.Call, target: str, request_id: str) -> None:
-        self.request_id = request_id
-        self._call = call
-        self._target = target
+    Where the connection breaks, it comes back with the tokens that it has: no event is missing, and none comes twice.
+
+    Attributes:
+        request_id: the request's own, or the one that it was given.
+        num_calls: that the answer took so far.
+    """
+
+    def __init__(
+        self,
+        open_call: Callable[[pb.GenerateStreamRequest, float | None], Any],
+        request: pb.GenerateStreamRequest,
+        attempts: Attempts,
+        target: str,
+    ) -> None:
+        self.request_id = request.request_id
+        self.num_calls = 0
+        self._open_call, self._request, self._attempts, self._target = open_call, request, attempts, target
+        self._continuation = Continuation(messages.shape_of(request))
         self._builder = GenerationBuilder()
+        self._fresh: deque[Event] = deque()  # that nobody has read
+        self._began: float | None = None
+        self._lock = threading.Lock()  # of the call and its end: `close` may come from another thread
+        self._closed = threading.Event()
+        self._call = self._send()
 
     def __iter__(self) -> Iterator[Event]:
-        with translated(self._target):
-            for response in self._call:  # type: ignore[attr-defined] # the stubs lack the iterator
-                event = messages.event_of(response)
-                if event is not None:
-                    self._builder.add(event)
-                    yield event
+        while True:
+            while self._fresh:
+                yield self._fresh.popleft()
+            try:
+                response = next(self._call, None)
+            except grpc.RpcError as error:
+                if self._continuation.is_complete:
+                    return
+                self._come_back(error_from(self._target, error))
+                continue
+            if response is None:
+                return
+            self._take(response)
 
     def texts(self) -> Iterator[str]:
         """The text alone, piece by piece; of all choices, so of use for one."""
@@ -181,7 +222,39 @@ class GenerationStream:
 
     def close(self) -> None:
         """Ends the request; nothing happens when it has ended."""
-        self._call.cancel()
+        with self._lock:
+            self._closed.set()
+            self._call.cancel()
+
+    def _send(self) -> Any:
+        with self._lock:
+            if self._closed.is_set():
+                raise cancelled("the stream was closed")
+            now = time.monotonic()
+            self._began = now if self._began is None else self._began
+            request = messages.request_to_send(self._request, self._continuation.resume(), now - self._began)
+            self.num_calls += 1
+            return self._open_call(request, self._attempts.timeout_s(now))
+
+    def _take(self, response: pb.GenerateStreamResponse) -> None:
+        event = messages.event_of(response)
+        try:
+            shown = self._continuation.take(event) if event is not None else []
+        except OctavoError:
+            self.close()
+            raise
+        if shown:
+            self._attempts.progress()
+        for each in shown:
+            self._builder.add(each)
+        self._fresh += shown
+
+    def _come_back(self, failure: OctavoError) -> None:
+        """After a pause, call again for what is missing. Raises OctavoError where that is not to be done."""
+        pause_s = self._attempts.pause_after(failure, time.monotonic(), random.random())
+        self._continuation.begin_call()
+        self._closed.wait(pause_s)
+        self._call = self._send()
 
     def __enter__(self) -> "GenerationStream":
         return self

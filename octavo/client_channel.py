@@ -1,15 +1,14 @@
-"""How a client connects: name resolution, balancing, health, TLS, its token, and which calls are sent again.
+"""How a client connects: name resolution, balancing, health, TLS, and its token, for both clients alike.
 
-gRPC does all of it from a service config, for both clients alike. A stream is only sent again before its first event.
+gRPC does the first three from a service config. Not here: which calls are sent again (`octavo.retry`).
 """
 
-import contextlib
 import json
-from collections.abc import Iterator
 from typing import Any, TypedDict
 
 import grpc
 
+from octavo.errors import Code, OctavoError
 from octavo.messages import with_target
 from octavo.rpc import CHANNEL_OPTIONS, error_of_call, is_unix
 from octavo.secure_channel import channel_credentials
@@ -17,7 +16,8 @@ from octavo.tls import TlsFiles, TlsSource
 from octavo.tokens import is_local, metadata_of
 
 SERVICE = "octavo.v1.InferenceService"
-MAX_RETRIES = 4  # gRPC makes at most five attempts
+# gRPC sends again by itself only what no server saw. All else is for the client, which knows what of a stream came.
+_SERVICE_CONFIG = {"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": SERVICE}}
 
 
 class Security(TypedDict, total=False):
@@ -59,10 +59,11 @@ class Connection:
                 "use TLS (tls_ca), or say allow_plaintext_token if something else protects it"
             )
 
-    def options(self, retries: int) -> list[tuple[str, Any]]:
-        """Of the channel. Raises ValueError as `channel_options`."""
+    @property
+    def options(self) -> list[tuple[str, Any]]:
+        """Of the channel."""
         override = [("grpc.ssl_target_name_override", self._server_name)] if self._server_name else []
-        return [*channel_options(retries), *override]
+        return [*CHANNEL_OPTIONS, ("grpc.service_config", json.dumps(_SERVICE_CONFIG)), *override]
 
 
 def _credentials(security: Security) -> grpc.ChannelCredentials | None:
@@ -82,45 +83,11 @@ def target_of(address: str) -> str:
     )
 
 
-def channel_options(retries: int) -> list[tuple[str, Any]]:
-    """Options of a channel that retries a refused call up to `retries` times.
-
-    UNAVAILABLE and RESOURCE_EXHAUSTED are retried, after the time that the server asks for where it asks for one
-    (`grpc-retry-pushback-ms`), else with exponential backoff.
-
-    Raises:
-        ValueError: retries not in [0, 4].
-    """
-    if not 0 <= retries <= MAX_RETRIES:
-        raise ValueError(f"retries={retries}: choose 0 to {MAX_RETRIES}")
-    return [
-        *CHANNEL_OPTIONS,
-        ("grpc.enable_retries", 1 if retries else 0),
-        ("grpc.service_config", json.dumps(_service_config(retries))),
-    ]
+def error_from(target: str, error: grpc.RpcError) -> OctavoError:
+    """The OctavoError that the server raised; of a call that no server answered, with where it went."""
+    return with_target(error_of_call(error), target)
 
 
-def _service_config(retries: int) -> dict[str, Any]:
-    method: dict[str, Any] = {"name": [{"service": SERVICE}]}
-    if retries:
-        method["retryPolicy"] = {
-            "maxAttempts": retries + 1,
-            "initialBackoff": "0.2s",
-            "maxBackoff": "5s",
-            "backoffMultiplier": 2,
-            "retryableStatusCodes": ["UNAVAILABLE", "RESOURCE_EXHAUSTED"],
-        }
-    return {
-        "loadBalancingConfig": [{"round_robin": {}}],
-        "healthCheckConfig": {"serviceName": SERVICE},
-        "methodConfig": [method],
-    }
-
-
-@contextlib.contextmanager
-def translated(target: str) -> Iterator[None]:
-    """Turns the error of a failed call into the OctavoError that the server raised."""
-    try:
-        yield
-    except grpc.RpcError as error:
-        raise with_target(error_of_call(error), target) from error
+def cancelled(what: str) -> OctavoError:
+    """A call that its own caller ended."""
+    return OctavoError(Code.CANCELLED, "CANCELLED", what)

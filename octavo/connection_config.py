@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from octavo.client import DEFAULT_ADDRESS, Client
 from octavo.client_channel import Security
+from octavo.retry import RetryPolicy
 from octavo.tokens import check_token
 
 
@@ -20,7 +21,8 @@ class ConnectionConfig(BaseModel):
 
     address: str = Field(DEFAULT_ADDRESS, description="router: host:port, dns:///name:port or unix:/path")
     timeout_s: float | None = Field(None, gt=0, description="seconds until the call fails")
-    retries: int = Field(4, ge=0, le=4, description="times that a refused call is sent again")
+    retry_refused_s: float = Field(5.0, ge=0, description="seconds for which a refused call is sent again")
+    retry_broken_s: float = Field(300.0, ge=0, description="seconds for which an answer that broke off is resumed")
     tls: bool = Field(False, description="connect by TLS, and trust the CAs that gRPC ships")
     tls_ca: str = Field("", description="connect by TLS, and trust the CA in this PEM file")
     tls_certificate: str = Field(
@@ -38,7 +40,8 @@ class ConnectionConfig(BaseModel):
 def connect(config: ConnectionConfig, program: str) -> Client:
     """The client of a command. Raises SystemExit: 2 with a line on standard error, where options cannot be used."""
     try:
-        return Client(config.address, timeout_s=config.timeout_s, retries=config.retries, **security_of(config))
+        retry = RetryPolicy(config.retry_refused_s, config.retry_broken_s)
+        return Client(config.address, timeout_s=config.timeout_s, retry=retry, **security_of(config))
     except ValueError as error:
         sys.stderr.write(f"{program}: {error}\n")
         raise SystemExit(2) from None

@@ -5,21 +5,20 @@ The only place besides the servers where a field of `octavo.v1.InferenceService`
 
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 
+from octavo.continuation import AnswerShape
 from octavo.errors import FieldViolation, OctavoError, invalid_argument
 from octavo.options import FIELD_PATHS, Messages, Prompt
 from octavo.results import (
-    Choice,
     Completed,
     Delta,
     EngineInfo,
     Event,
     Finished,
     FinishReason,
-    Generation,
     Limits,
     ModelInfo,
     ModelLoad,
@@ -33,22 +32,21 @@ from octavo.results import (
 )
 from octavo.v1 import inference_pb2 as pb
 
-Request = TypeVar("Request", pb.GenerateRequest, pb.GenerateStreamRequest)
-
+_LEAST_TIME_LIMIT_NS = 1_000_000
 _REASON_PREFIX = "FINISH_REASON_"
 
 
 # ------------------------------------------------------------------------------------------------------------ requests
 
 
-def generate_request(kind: type[Request], prompt: Prompt, options: Mapping[str, Any]) -> Request:
-    """A request of `kind`, always with an id: one that is sent again replaces itself instead of running twice.
+def generate_request(prompt: Prompt, options: Mapping[str, Any]) -> pb.GenerateStreamRequest:
+    """A request, always with an id: one that is sent again replaces itself instead of running twice.
 
     Raises:
         TypeError: an option that does not exist, or a prompt of no known form.
         OctavoError: INVALID_ARGUMENT for a value that its field cannot hold.
     """
-    request = kind(request_id=uuid.uuid4().hex)
+    request = pb.GenerateStreamRequest(request_id=uuid.uuid4().hex)
     _set_prompt(request, prompt)
     for name, value in options.items():
         if name not in FIELD_PATHS:
@@ -56,6 +54,34 @@ def generate_request(kind: type[Request], prompt: Prompt, options: Mapping[str, 
         if value is not None:
             _set_field(request, FIELD_PATHS[name], value)
     return request
+
+
+def shape_of(request: pb.GenerateStreamRequest) -> AnswerShape:
+    """How the answer to a request comes."""
+    sampling, output = request.sampling, request.output
+    return AnswerShape(
+        echoes=output.echo,
+        is_ranked=sampling.best_of > (sampling.n or 1),
+        shows_token_ids=output.token_ids if output.HasField("token_ids") else True,
+    )
+
+
+def request_to_send(
+    request: pb.GenerateStreamRequest, resume: Mapping[int, Sequence[int]], elapsed_s: float
+) -> pb.GenerateStreamRequest:
+    """The same request for its next call: with the tokens that are there, and what is left of its time limit.
+
+    Token ids are always asked for: they are what can be resumed.
+    """
+    sent = pb.GenerateStreamRequest()
+    sent.CopyFrom(request)
+    sent.output.token_ids = True
+    for index, token_ids in resume.items():
+        sent.resume.add(index=index, token_ids=token_ids)
+    if request.HasField("time_limit") and elapsed_s > 0:
+        left_ns = request.time_limit.ToNanoseconds() - int(elapsed_s * 1e9)
+        sent.time_limit.FromNanoseconds(max(left_ns, min(_LEAST_TIME_LIMIT_NS, request.time_limit.ToNanoseconds())))
+    return sent
 
 
 def messages_of(messages: Messages) -> Sequence[Mapping[str, str]]:
@@ -86,7 +112,7 @@ def detokenize_request(token_ids: Sequence[int], model: str, skip_special_tokens
     return request
 
 
-def _set_prompt(request: pb.GenerateRequest | pb.GenerateStreamRequest, prompt: Prompt) -> None:
+def _set_prompt(request: pb.GenerateStreamRequest, prompt: Prompt) -> None:
     if isinstance(prompt, str):
         request.text = prompt
     elif _is_chat(prompt):
@@ -140,19 +166,6 @@ def _short(value: Any) -> str:
 # ------------------------------------------------------------------------------------------------------------- results
 
 
-def generation_of(response: pb.GenerateResponse) -> Generation:
-    """The answer of the unary call."""
-    return Generation(
-        response.request_id,
-        response.model,
-        tuple(_choice(choice) for choice in response.choices),
-        _usage(response.usage),
-        _timing(response.timing),
-        response.effective_seed,
-        _logprobs(response.prompt_logprobs),
-    )
-
-
 def event_of(response: pb.GenerateStreamResponse) -> Event | None:
     """One event; None for a kind that a newer server may have."""
     kind = response.WhichOneof("event")
@@ -178,17 +191,6 @@ def _started(started: pb.Started) -> Started:
 
 def _delta(delta: pb.Delta) -> Delta:
     return Delta(delta.index, delta.token_offset, delta.text, tuple(delta.token_ids), _logprobs(delta.logprobs))
-
-
-def _choice(choice: pb.Choice) -> Choice:
-    return Choice(
-        choice.index,
-        choice.text,
-        tuple(choice.token_ids),
-        _reason(choice.finish_reason),
-        choice.matched_stop,
-        _logprobs(choice.logprobs),
-    )
 
 
 def _reason(reason: pb.FinishReason) -> FinishReason:

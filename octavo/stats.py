@@ -32,7 +32,7 @@ class StatsConfig(ConnectionConfig):
         "127.0.0.1:9701", description="host:port of the cache service's metrics; empty: none"
     )
     timeout_s: float | None = Field(5.0, gt=0, description="seconds until each of them must have answered")
-    retries: int = Field(0, ge=0, le=4, description="times that a refused call is sent again")
+    retry_refused_s: float = Field(0.0, ge=0, description="seconds for which a refused call is sent again")
     json_output: bool = Field(False, description="print one JSON object instead")
 
 

@@ -111,7 +111,7 @@ class Capacity:
         self.observer.on_recomputed(cause, max(0, num_lost - num_cached))
         capacity = len(outcome.block_ids) * self.model.block_size
         row = Row(slot, choice.order, num_tokens, num_cached, num_cached, capacity, choice.spec.max_kv_tokens)
-        if choice.checked.output.prompt_logprobs:
+        if choice.checked.scores_prompt:
             row.max_run_tokens = MAX_SCORED_RUN_TOKENS
         choice.begin_row(row, list(outcome.block_ids))
         choice.num_committed_blocks = num_cached // self.model.block_size

@@ -154,7 +154,8 @@ class Engine:
         for place, (index, token_ids) in enumerate(live.checked.resume):
             field = f"resume[{place}].token_ids"
             endings[index] = replay_tokens(live.choices[index], token_ids, self.model.eos_token_ids, field)
-            live.stream.resume(index, len(token_ids))
+            num_echoed = live.spec.num_prompt_tokens if live.checked.output.echo else 0
+            live.stream.resume(index, num_echoed + len(token_ids))
         for index, ending in endings.items():
             if ending is not None:
                 self.finish(live.choices[index], ending)
@@ -330,8 +331,8 @@ class Engine:
             request.num_cached_tokens = min(num_prompt, outcome.num_cached_tokens)  # resumed tokens are no prompt
             self._observer.on_admitted(num_prompt, request.num_cached_tokens)
             request.stream.start(_started(request))
-            if request.checked.output.echo:
-                for each in request.choices:
+            for each in request.choices:
+                if request.checked.echoes(each.index):
                     request.stream.add(each.index, request.spec.echo_text, request.spec.prompt_ids)
 
     def _send(self, steps: SessionSteps) -> None:
@@ -374,7 +375,7 @@ class Engine:
         for choice in request.choices:
             if choice.phase is not Phase.ENDED:
                 if choice.tokens:
-                    request.stream.add(choice.index, choice.answer.finish(), [])
+                    request.stream.add_rest(choice.index, choice.answer.finish())
                 self.finish(choice, Ending(reason))
 
     def fail(self, request: LiveRequest, error: OctavoError) -> None:

@@ -134,9 +134,18 @@ class CheckedRequest:
     time_limit_s: float | None  # since arrival
     resume: tuple[tuple[int, tuple[int, ...]], ...]  # (index of a choice, tokens that the client has), each index once
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are wanted: they come before what can be resumed."""
+        return self.output.prompt_logprobs and not self.resume
+
+    def echoes(self, index: int) -> bool:
+        """Whether a choice begins with the prompt, and the client does not have that yet."""
+        return self.output.echo and all(index != resumed for resumed, _ in self.resume)
+
     def is_same_body(self, other: "CheckedRequest") -> bool:
-        """Whether both ask for the same answer, whatever of it the client already has."""
-        return replace(self, resume=()) == replace(other, resume=())
+        """Whether both ask for the same answer, whatever of it the client has, and of its time is left."""
+        return replace(self, resume=(), time_limit_s=None) == replace(other, resume=(), time_limit_s=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ def row_sampling(live: Choice, eos_token_ids: frozenset[int]) -> RowSampling:
     sampling, stopping, output = live.checked.sampling, live.checked.stopping, live.checked.output
     suppressed = ending_ids(live.checked, eos_token_ids) if stopping.min_tokens else frozenset()
     num_prompt, scored = live.spec.num_prompt_tokens, live.stream.prompt_offset
-    scores_prompt = output.prompt_logprobs and scored < num_prompt
+    scores_prompt = live.checked.scores_prompt and scored < num_prompt
     return RowSampling(
         temperature=sampling.temperature,
         top_k=sampling.top_k,

@@ -64,6 +64,7 @@ class _Channel:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     num_carried: int = 0
+    rest: str = ""
     end: tuple[FinishReason, str] | None = None
 
     def take(self, index: int) -> list[Event]:
@@ -73,6 +74,9 @@ class _Channel:
             events.append(Delta(index, self.num_carried, text, token_ids, logprobs))
             self.num_carried += len(token_ids)
             self.text, self.token_ids, self.logprobs = [], [], []
+        if self.rest:
+            events.append(Delta(index, self.num_carried, self.rest, (), ()))
+            self.rest = ""
         if self.end is not None:
             events.append(Finished(index, *self.end))
             self.end = None
@@ -105,7 +109,7 @@ class EventStream:
         return self._prompt_offset + len(self._prompt_logprobs)
 
     def resume(self, index: int, num_tokens: int) -> None:
-        """The client has as many tokens of this choice."""
+        """The client has as many tokens of this choice, those of an echoed prompt among them."""
         self._channels[index].num_carried = num_tokens
 
     def start(self, event: Started) -> None:
@@ -127,6 +131,10 @@ class EventStream:
         channel.token_ids += token_ids
         channel.logprobs += logprobs
         self._filled.set()
+
+    def add_rest(self, index: int, text: str) -> None:
+        """Text that the end of a choice releases and none of its tokens: a client that resumes knows it by that."""
+        self._channels[index].rest = text
 
     def finish(self, index: int, reason: FinishReason, matched_stop: str) -> None:
         """A choice is whole."""

@@ -202,12 +202,8 @@ def _check_resume(raw: RawRequest, model: Model, wrong: _Violations) -> None:
         wrong.check(index not in indices[:place], field, f"is {index} again; each choice once")
     is_known = bool(raw.request_id) or raw.seed is not None
     wrong.check(is_known, "request_id", "is unset; resume needs the request_id or the seed of the call it goes on with")
-    for field, is_set in (
-        ("sampling.best_of", (raw.best_of or n) != n),
-        ("output.echo", raw.echo),
-        ("output.prompt_logprobs", raw.prompt_logprobs),
-    ):
-        wrong.check(not is_set, field, "cannot be resumed; leave it unset, or resume unset")
+    message = f"is {raw.best_of}, above sampling.n, {n}: the answers are chosen at the end; leave it or resume unset"
+    wrong.check((raw.best_of or n) == n, "sampling.best_of", message)
 
 
 def _check_stopping(raw: RawRequest, model: Model, limits: RequestLimits, wrong: _Violations) -> None:

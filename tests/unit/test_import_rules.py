@@ -34,7 +34,7 @@ FOUNDATION = {
     "memory_handle",
     "grammar",
 }
-CLIENT = {"client", "async_client", "client_channel", "messages", "options", "results"}
+CLIENT = {"client", "async_client", "client_channel", "continuation", "messages", "options", "results", "retry"}
 ROOF = {
     *("cli", "launcher", "launch_config", "launch_plan", "supervisor", "child", "guard", "run_directory"),
     *("prefixed_log", "demo", "generate", "chat", "stats", "request_config", "connection_config", "token_command"),

@@ -14,7 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 import octavo
-from octavo.client_channel import channel_options, target_of
+from octavo.client_channel import target_of
 from octavo.errors import Code, FieldViolation, OctavoError, invalid_argument
 from octavo.options import FIELD_PATHS, GenerateOptions
 from octavo.results import (
@@ -28,6 +28,7 @@ from octavo.results import (
     TokenLogprob,
     TopLogprob,
 )
+from octavo.retry import RetryPolicy
 from octavo.rpc import PUSHBACK_KEY, status_of
 from octavo.v1 import inference_pb2 as pb
 from octavo.v1 import inference_pb2_grpc
@@ -47,7 +48,7 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer):
         self.requests: list = []
         self.arrival_times_s: list[float] = []
         self.failures: deque[OctavoError] = deque()
-        self.fail_after_first_delta: OctavoError | None = None
+        self.breaks: deque[tuple[int, OctavoError]] = deque()  # of the next streams: after as many events
         self.hang = threading.Event()  # clear: calls hang until their client leaves
         self.hang.set()
         self.client_left = threading.Event()
@@ -62,42 +63,38 @@ class FakeServer(inference_pb2_grpc.InferenceServiceServicer):
             if self.client_left.is_set():
                 return
 
-    def Generate(self, request, context):
-        self._arrive(request, context)
-        return pb.GenerateResponse(
-            request_id=request.request_id,
-            model="m",
-            choices=[
-                pb.Choice(text="Paris.", token_ids=[1, 2, 3], finish_reason=pb.FINISH_REASON_EOS, logprobs=LOGPROBS)
-            ],
-            prompt_logprobs=LOGPROBS,
-            usage=pb.Usage(prompt_tokens=5, cached_tokens=4, generated_tokens=3),
-            timing=pb.Timing(queue_seconds=0.5, prefill_seconds=1, first_token_seconds=1.5, decode_seconds=2),
-            effective_seed=7,
-        )
-
     def GenerateStream(self, request, context):
         self._arrive(request, context)
-        started = pb.Started(
-            request_id=request.request_id, model="m", prompt_tokens=5, cached_tokens=4, effective_seed=7
-        )
-        yield pb.GenerateStreamResponse(started=started)
-        for first, end in ((0, 2), (2, 3)):
-            prompt_logprobs = pb.PromptLogprobs(token_offset=1 + first, logprobs=LOGPROBS[first:end])
-            yield pb.GenerateStreamResponse(prompt_logprobs=prompt_logprobs)
-        for offset, piece in enumerate(PIECES):
+        num_events, error = self.breaks.popleft() if self.breaks else (99, None)
+        for place, event in enumerate(self._events(request)):
+            if place == num_events:
+                _abort(context, error)
+            yield pb.GenerateStreamResponse(**event)
+
+    @staticmethod
+    def _events(request):
+        had = len(request.resume[0].token_ids) if request.resume else 0
+        yield {
+            "started": pb.Started(
+                request_id=request.request_id,
+                model="m",
+                prompt_tokens=5,
+                cached_tokens=5 if had else 4,
+                effective_seed=7,
+            )
+        }
+        for first, end in () if had else ((0, 2), (2, 3)):
+            yield {"prompt_logprobs": pb.PromptLogprobs(token_offset=1 + first, logprobs=LOGPROBS[first:end])}
+        for offset, piece in list(enumerate(PIECES))[had:]:
             logprobs = LOGPROBS[offset : offset + 1]
-            delta = pb.Delta(token_offset=offset, text=piece, token_ids=[offset + 1], logprobs=logprobs)
-            yield pb.GenerateStreamResponse(delta=delta)
-            if self.fail_after_first_delta:
-                _abort(context, self.fail_after_first_delta)
-        yield pb.GenerateStreamResponse(finished=pb.Finished(reason=pb.FINISH_REASON_EOS))
-        yield pb.GenerateStreamResponse(
-            completed=pb.Completed(
-                usage=pb.Usage(prompt_tokens=5, cached_tokens=4, generated_tokens=3),
+            yield {"delta": pb.Delta(token_offset=offset, text=piece, token_ids=[offset + 1], logprobs=logprobs)}
+        yield {"finished": pb.Finished(reason=pb.FINISH_REASON_EOS)}
+        yield {
+            "completed": pb.Completed(
+                usage=pb.Usage(prompt_tokens=5, cached_tokens=5 if had else 4, generated_tokens=3, resumed_tokens=had),
                 timing=pb.Timing(queue_seconds=0.5, prefill_seconds=1, first_token_seconds=1.5, decode_seconds=2),
             )
-        )
+        }
 
     def Cancel(self, request, context):
         return pb.CancelResponse(was_live=request.request_id == "live")
@@ -159,6 +156,8 @@ class Blocking:
 
 
 class BlockingStream:
+    """`close` may come from another thread, as that of a `Client`."""
+
     def __init__(self, runner, inner) -> None:
         self._runner, self._inner = runner, inner
         self.request_id = inner.request_id
@@ -182,7 +181,11 @@ class BlockingStream:
         return self._runner.run(self._inner.result())
 
     def close(self) -> None:
-        self._runner.run(self._inner.close())
+        loop = self._runner.get_loop()
+        if loop.is_running():
+            asyncio.run_coroutine_threadsafe(self._inner.close(), loop)
+        else:
+            self._runner.run(self._inner.close())
 
 
 @pytest.fixture
@@ -282,7 +285,7 @@ def test_every_option_reaches_its_field(make_client, fake):
         sent = MessageToDict(fake.requests[-1], preserving_proto_field_name=True)
         for part in FIELD_PATHS[name].split("."):
             sent = sent[part]  # a KeyError: the option did not arrive, or an unset field looks like a zero
-        expected = {"time_limit_s": "1.500s", "logit_bias": {"4": 0.5}, "seed": "3"}.get(name, value)
+        expected = {"time_limit_s": "1.500s", "token_ids": True, "logit_bias": {"4": 0.5}, "seed": "3"}.get(name, value)
         assert sent == ([str(item) for item in value] if name.endswith("token_ids") and value else expected), name
 
 
@@ -343,20 +346,96 @@ def test_server_says_when_to_try_again(make_client, fake):
 
 
 def test_refusal_is_the_error_when_tries_are_used_up(make_client, fake):
-    fake.failures.extend([OctavoError(Code.UNAVAILABLE, "DRAINING", "draining", retry_after_s=0.01)] * 9)
+    fake.failures.extend([OctavoError(Code.UNAVAILABLE, "DRAINING", "draining", retry_after_s=0.2)] * 9)
     with pytest.raises(OctavoError) as refused:
-        make_client(retries=1).generate("x")
-    assert (refused.value.reason, refused.value.retry_after_s) == ("DRAINING", 0.01)
+        make_client(retry=RetryPolicy(refused_for_s=0.3)).generate("x")
+    assert (refused.value.reason, refused.value.retry_after_s) == ("DRAINING", 0.2)
     assert len(fake.requests) == 2
 
 
-def test_stream_is_not_sent_again_after_its_first_event(make_client, fake):
-    fake.fail_after_first_delta = OctavoError(Code.UNAVAILABLE, "EXECUTOR_LOST", "lost", retry_after_s=0.01)
+LOST = OctavoError(Code.UNAVAILABLE, "ENGINE_LOST", "lost", retry_after_s=0.01)
+
+
+@pytest.mark.parametrize("broken_at", range(8))
+def test_a_stream_that_breaks_goes_on_with_what_is_missing(make_client, fake, broken_at):
+    """Twice, the second time as soon as something new came. The caller sees the events of one unbroken call."""
+    client = make_client()
+    whole = list(client.stream("x", request_id="a"))
+    fake.breaks.extend([(broken_at, LOST), (2, LOST)])
+    stream = client.stream("x", request_id="a")
+    assert list(stream) == whole
+    assert stream.result() == client.generate("x", request_id="a")
+    num_had = max(0, min(broken_at - 3, 3))
+    first, second = fake.requests[1:3]
+    assert [list(resume.token_ids) for resume in second.resume] == ([[1, 2, 3][:num_had]] if num_had else [])
+    assert first.request_id == second.request_id
+
+
+def test_without_a_policy_a_broken_stream_ends(make_client, fake):
+    fake.breaks.append((4, LOST))
     events = []
     with pytest.raises(OctavoError, match="lost"):
-        events.extend(make_client().stream("x"))
+        events.extend(make_client(retry=None).stream("x"))
     assert [type(event) for event in events] == [Started, PromptLogprobs, PromptLogprobs, Delta]
     assert len(fake.requests) == 1
+
+
+def test_a_stream_that_breaks_again_and_again_ends_when_nothing_new_comes(make_client, fake):
+    """Each new token begins the time anew; here there is none."""
+    fake.breaks.extend([(4, LOST), *[(1, LOST)] * 40])
+    with pytest.raises(OctavoError, match="lost"):
+        list(make_client(retry=RetryPolicy(broken_for_s=0.1)).stream("x"))
+    assert 2 < len(fake.requests) < 20
+
+
+def test_one_deadline_bounds_all_attempts(make_client, fake):
+    fake.breaks.extend([(4, LOST), *[(1, OctavoError(Code.UNAVAILABLE, "NO_EXECUTOR", "x", retry_after_s=0.2))] * 40])
+    began_s = time.monotonic()
+    with pytest.raises(OctavoError) as late:
+        list(make_client().stream("x", timeout_s=0.5))
+    assert late.value.code is Code.DEADLINE_EXCEEDED
+    assert 0.4 < time.monotonic() - began_s < 5
+
+
+@pytest.mark.parametrize("code", [Code.CANCELLED, Code.INTERNAL, Code.ABORTED, Code.DEADLINE_EXCEEDED])
+def test_what_another_call_cannot_mend_is_not_sent_again(make_client, fake, code):
+    """Field failure 17, too: what somebody ended must not come back to life."""
+    fake.breaks.append((4, OctavoError(code, "SAID_SO", "no")))
+    with pytest.raises(OctavoError, match="no") as refused:
+        list(make_client().stream("x"))
+    assert refused.value.code is code
+    assert len(fake.requests) == 1
+
+
+def test_leaving_a_stream_in_a_pause_ends_it(make_client, fake):
+    fake.breaks.append((4, OctavoError(Code.UNAVAILABLE, "DRAINING", "later", retry_after_s=30.0)))
+    stream = make_client().stream("x")
+    events = iter(stream)
+    for _ in range(4):
+        next(events)
+    closer = threading.Timer(0.2, stream.close)
+    closer.start()
+    with pytest.raises(OctavoError) as left:
+        next(events)
+    assert left.value.code is Code.CANCELLED
+    assert len(fake.requests) == 1
+
+
+def test_an_answer_that_would_go_on_as_another_is_an_error(make_client, fake, monkeypatch):
+    """A router with another model, say, took over."""
+    fake.breaks.append((4, LOST))
+    events = fake._events
+
+    def changed(request):
+        for event in events(request):
+            if request.resume and "started" in event:
+                event["started"].prompt_tokens = 6
+            yield event
+
+    monkeypatch.setattr(fake, "_events", changed)
+    with pytest.raises(OctavoError) as changed_answer:
+        list(make_client().stream("x"))
+    assert changed_answer.value.reason == "ANSWER_CHANGED"
 
 
 @pytest.mark.parametrize(("client_options", "call_options"), [({"timeout_s": 0.2}, {}), ({}, {"timeout_s": 0.2})])
@@ -382,7 +461,7 @@ def test_leaving_a_stream_ends_the_request(make_client, fake):
 def test_server_that_says_not_serving_gets_no_calls(make_client, fake, health_servicer):
     health_servicer.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
     with pytest.raises(OctavoError) as refused:
-        make_client(retries=0).generate("x")
+        make_client(retry=None).generate("x")
     assert refused.value.code is Code.UNAVAILABLE
     assert not fake.requests
 
@@ -404,7 +483,7 @@ def test_text_and_server_calls(make_client, fake):
 
 def test_nobody_there_is_an_error_that_says_where():
     with (
-        octavo.Client("127.0.0.1:1", retries=0) as client,
+        octavo.Client("127.0.0.1:1", retry=None) as client,
         pytest.raises(OctavoError, match=r"127\.0\.0\.1:1") as refused,
     ):
         client.generate("x")
@@ -423,8 +502,3 @@ def test_nobody_there_is_an_error_that_says_where():
 )
 def test_bare_addresses_are_resolved_by_name(address, target):
     assert target_of(address) == target
-
-
-def test_more_retries_than_grpc_makes_are_refused():
-    with pytest.raises(ValueError, match="0 to 4"):
-        channel_options(5)

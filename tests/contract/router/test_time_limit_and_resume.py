@@ -196,7 +196,6 @@ async def test_an_answer_that_had_ended_is_not_computed_again(source: str) -> No
         ("resume[1].index", {"sampling": {"n": 2}, "resume": [{"token_ids": [65]}, {"token_ids": [65]}]}),
         ("request_id", {"request_id": "", "resume": [{"token_ids": [65]}]}),
         ("sampling.best_of", {"sampling": {"best_of": 2}, "resume": [{"token_ids": [65]}]}),
-        ("output.echo", {"output": {"echo": True}, "resume": [{"token_ids": [65]}]}),
     ],
 )
 async def test_what_cannot_be_resumed_is_refused_by_name(source: str, field: str, fields: dict[str, Any]) -> None:

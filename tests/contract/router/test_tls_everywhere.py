@@ -96,7 +96,7 @@ async def test_a_router_without_the_internal_certificate_never_serves(source: st
 
 
 async def assert_is_refused(address: str, **security: Any) -> None:
-    async with AsyncClient(address, retries=0, timeout_s=5, **security) as client:
+    async with AsyncClient(address, retry=None, timeout_s=5, **security) as client:
         with pytest.raises(OctavoError) as raised:
             await client.models()
     assert raised.value.code in (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED)
