@@ -21,7 +21,7 @@ PROTOS := $(wildcard protos/octavo/v1/*.proto)
 PROTOC := -Iprotos -Iprotos/third_party
 
 .PHONY: help demo test test-long lint format protos protos-check docs chart chart-lint alerts-long kernels-compile \
-	kernels-long gpu-wheels gpu-check fuzz soak chaos chaos-short clean
+	kernels-long gpu-wheels gpu-check bench bench-peers fuzz soak chaos chaos-short clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 20
@@ -80,6 +80,15 @@ kernels-compile: $(VENV)/.test ## compile every Triton kernel ahead of time; nee
 kernels-long: $(VENV)/.test ## the long grid of the Triton kernels, interpreted; the better part of an hour on one core
 	$(BIN)/python -m pytest tests/kernels -m long $(ARGS)
 
+bench: $(VENV)/.demo ## tokens per second, latency and where a step's time goes, by shape of load; ARGS=--quick for a look
+	$(BIN)/python -m benchmarks.bench $(ARGS)
+	$(BIN)/python -m benchmarks.tables
+
+bench-peers: $(VENV)/.demo build/bench-peers-venv/.installed ## Octavo and OpenVINO GenAI in turn; ratios of medians
+	$(BIN)/python -m benchmarks.bench_peers --peers-python build/bench-peers-venv/bin/python $(ARGS)
+	$(BIN)/python -m benchmarks.tables
+	build/bench-peers-venv/bin/python benchmarks/peers/plot.py benchmarks/results/bench_peers.json docs/throughput.svg
+
 fuzz: $(VENV)/.test ## random and broken requests, FUZZ_REQUESTS (100000) of series FUZZ_SEED (1); half an hour
 	$(BIN)/python -m pytest tests/integration/test_fuzz_requests.py -m long -s $(ARGS)
 
@@ -122,6 +131,13 @@ $(VENV)/.demo: $(VENV)/.python pyproject.toml constraints.txt
 $(VENV)/.test: $(VENV)/.demo
 	@echo "== installing what tests and checks need"
 	$(BIN)/python -m pip install --no-compile --constraint constraints.txt --editable '.[demo,test]'
+	@touch $@
+
+# In an environment of its own: what Octavo is compared with brings its own numpy. Where it cannot be installed, the
+# benchmark says so and measures Octavo alone.
+build/bench-peers-venv/.installed: benchmarks/peers/requirements.txt
+	$(PYTHON) -m venv build/bench-peers-venv
+	-build/bench-peers-venv/bin/python -m pip install --quiet --requirement benchmarks/peers/requirements.txt
 	@touch $@
 
 # In an environment of its own: checkov holds dozens of packages at versions of its choice.

@@ -5,6 +5,7 @@ What a process uses is read from the kernel, what it does from its metrics; noth
 
 import asyncio
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -31,7 +32,8 @@ class Server:
     """A running stack: addresses, and the pid of each service by its module (`router`, `executor`, `cache_service`)."""
 
     address: str
-    metrics: str
+    metrics: str  # of the router
+    executor_metrics: str
     cache_service: str
     pids: dict[str, int]
 
@@ -50,17 +52,17 @@ def serving(model: str, options: list[str]) -> Iterator[Server]:
     Raises:
         RuntimeError: it did not start, or did not end in order; with the end of its log.
     """
-    address, metrics = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    address, metrics, executor_metrics = (f"127.0.0.1:{free_port()}" for _ in range(3))
     with tempfile.TemporaryDirectory(prefix="octavo-serving-") as folder:
         cache_service, log = f"unix:{folder}/cache.sock", Path(folder) / "log"
         command = [sys.executable, "-m", "octavo.cli", "serve", f"--model={model}", f"--router.listen={address}"]
         command += [f"--router.metrics-listen={metrics}", f"--cache-service.listen={cache_service}"]
-        command += ["--executor.metrics-listen=", "--cache-service.metrics-listen=", *options]
+        command += [f"--executor.metrics-listen={executor_metrics}", "--cache-service.metrics-listen=", *options]
         with log.open("wb") as output:
             launcher = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
             _wait_until_serving(address, launcher, log)
-            yield Server(address, metrics, cache_service, _services_below(launcher.pid))
+            yield Server(address, metrics, executor_metrics, cache_service, _services_below(launcher.pid))
         finally:
             launcher.send_signal(signal.SIGTERM)
             code = launcher.wait(STOP_S)
@@ -103,14 +105,27 @@ def resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def count_steps(server: Server) -> int:
-    """Steps that the router has planned so far."""
-    text = urlopen(f"http://{server.metrics}/metrics").read().decode()
-    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
-    return int(
-        sum(
-            sample.value
-            for sample in samples
-            if sample.name == "octavo_step_time_seconds_count" and sample.labels.get("part") == "plan"
-        )
-    )
+def step_parts(server: Server) -> dict[str, float]:
+    """Seconds that each part of a step took so far, and `steps`, those that the router has planned."""
+    found: dict[str, float] = {}
+    for metrics in (server.metrics, server.executor_metrics):
+        text = urlopen(f"http://{metrics}/metrics").read().decode()
+        for sample in (sample for family in text_string_to_metric_families(text) for sample in family.samples):
+            part = sample.labels.get("part", "")
+            if sample.name == "octavo_step_time_seconds_sum":
+                found[part] = found.get(part, 0.0) + sample.value
+            elif sample.name == "octavo_step_time_seconds_count" and part == "plan":
+                found["steps"] = found.get("steps", 0.0) + sample.value
+    return found
+
+
+def machine() -> dict[str, object]:
+    """What figures of this machine are to be read with."""
+    return {"processor": _processor(), "cpus": len(os.sched_getaffinity(0)), "load_average": os.getloadavg()}
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Weights = Literal["fp32", "bf16", "fp16", "int8"]
 KvDtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -86,3 +86,16 @@ class ExecutorConfig(BaseModel):
     @classmethod
     def _number_device(cls, device: str) -> str:
         return "cuda:0" if device == "cuda" else device
+
+    @model_validator(mode="after")
+    def _int8_can_be_had(self) -> "ExecutorConfig":
+        """What never gives int8 is refused here; where the machine or the model is in the way, the log warns."""
+        ways = {"device": self.device == "cpu", "attention": self.attention in ("auto", "cpu")}
+        ways["rewrite_model"] = self.rewrite_model
+        if self.weights == "int8" and not all(ways.values()):
+            wrong = next(name for name, allows in ways.items() if not allows)
+            raise ValueError(
+                f"weights int8 cannot be had with {wrong} {getattr(self, wrong)}: it needs device cpu, attention cpu "
+                f"or auto, and rewrite_model; choose those, or weights fp32, bf16 or fp16"
+            )
+        return self

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from pydantic import ValidationError
 
 from executor.attention_choice import AUTO, DEVICES_OF, choose_attention
 from executor.config import Attention, ExecutorConfig
@@ -52,6 +53,14 @@ def test_a_back_end_of_another_device_is_refused_with_those_there_are(name, devi
         choose_attention(name, device)
     assert caught.value.code is Code.FAILED_PRECONDITION
     assert caught.value.message == message
+
+
+@pytest.mark.parametrize("options", [{"attention": "torch"}, {"device": "cuda:0"}, {"rewrite_model": False}])
+def test_int8_is_refused_beside_what_never_gives_it(options):
+    (name, value) = next(iter(options.items()))
+    with pytest.raises(ValidationError, match=f"int8 cannot be had with {name} {value}: it needs device cpu"):
+        ExecutorConfig(weights="int8", **options)
+    assert ExecutorConfig(weights="int8").weights == "int8"
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
