@@ -9,6 +9,8 @@ from octavo.errors import Code, OctavoError
 
 # Between two tries of a client that waits for a rebuild.
 REBUILD_RETRY_S = 0.05
+# Of a router whose executor is about to be dead.
+PREDECESSOR_RETRY_S = 0.05
 
 
 def no_blocks(num_needed: int, num_available: int, num_fenced: int, num_total: int) -> OctavoError:
@@ -163,6 +165,18 @@ def session_taken(session: SessionKey) -> OctavoError:
         "SESSION_TAKEN",
         f"session {session.session_id} of executor {session.executor_id!r} belongs to another lease; take a new id",
         metadata=_session(session),
+    )
+
+
+def predecessor_alive(session: SessionKey) -> OctavoError:
+    """UNAVAILABLE: the executor that ran these sequences may still write into their blocks."""
+    return OctavoError(
+        Code.UNAVAILABLE,
+        "PREDECESSOR_ALIVE",
+        f"session {session.session_id} of this lease is open on executor {session.executor_id!r}, which is not known "
+        "dead; close it, or end that process",
+        metadata=_session(session),
+        retry_after_s=PREDECESSOR_RETRY_S,
     )
 
 

@@ -260,14 +260,39 @@ class CacheService:
 
     # ------------------------------------------------------------------------------------------------------- sessions
 
-    def open_session(self, session: SessionKey, client_id: str, client_epoch: int) -> None:
-        """Announce a session of a live lease. Idempotent. Raises STALE_EPOCH, LEASE_EXPIRED, SESSION_CLOSED."""
+    def open_session(
+        self, session: SessionKey, client_id: str, client_epoch: int, now: float, *, takeover: bool = False
+    ) -> None:
+        """Announce a session of a live lease. Idempotent.
+
+        Args:
+            takeover: it takes the place of the lease's sessions on all other executors.
+
+        Raises:
+            OctavoError: STALE_EPOCH, LEASE_EXPIRED, SESSION_CLOSED, PREDECESSOR_ALIVE.
+        """
         self._registry.find_alive(session.executor_id, session.executor_epoch)
         lease = self._leases.find_client(client_id, client_epoch)
+        if takeover:
+            self._check_predecessors(lease, session, now)
         executor = self._registry.open_session(session, lease.lease_id)
         lease.sessions.add(session)
         self._arenas.find(executor.arena_id).manager.open_session(session)
         self._write_journal()
+
+    def _check_predecessors(self, lease: Lease, session: SessionKey, now: float) -> None:
+        """Raise while another executor may write into the blocks of this lease.
+
+        One that has just died may not have been heard of yet; an earlier session of the same process is no matter: one
+        thread runs the steps of both, and those of the newer one alone.
+        """
+        for other in list(lease.sessions):
+            executor = self._registry.find(other.executor_id)
+            if executor is None or other.executor_id == session.executor_id:
+                continue
+            if executor.process.is_alive():
+                raise refusal.predecessor_alive(other)
+            self.end_executor(executor, now)
 
     def close_session(self, session: SessionKey, now: float) -> None:
         """An executor says that no step of this session runs or will run. Idempotent."""

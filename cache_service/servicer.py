@@ -136,7 +136,8 @@ class BlockManagerServicer(cache_pb2_grpc.BlockManagerServiceServicer):
     async def OpenSession(
         self, request: cache_pb2.OpenSessionRequest, context: grpc.aio.ServicerContext
     ) -> cache_pb2.OpenSessionResponse:
-        self._service.open_session(session_of(request.session), request.client_id, request.client_epoch)
+        session, takeover = session_of(request.session), request.takeover
+        self._service.open_session(session, request.client_id, request.client_epoch, self._now(), takeover=takeover)
         return cache_pb2.OpenSessionResponse()
 
     async def ListOrphanedSessions(

@@ -10,6 +10,8 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
 from executor.config import ExecutorConfig
 from octavo.errors import Code, OctavoError
@@ -17,6 +19,9 @@ from octavo.logs import configure_logging
 from octavo.settings import load_settings
 from octavo.tls import TlsSource, internal_tls
 from octavo.tracing import Tracing, start_tracing
+
+if TYPE_CHECKING:
+    from executor.session_host import SessionHost
 
 log = logging.getLogger(__name__)
 PROGRAM = "octavo executor"
@@ -49,8 +54,9 @@ async def _serve(config: ExecutorConfig, tls: TlsSource | None, tracing: Tracing
     stop = _Stop()
     # Brings in torch, transformers and, through them, Triton. In a thread, so that a signal ends the wait.
     app = await asyncio.to_thread(importlib.import_module, "executor.app")
-    async with app.running(config, stop.fatal, tls, tracing):
+    async with app.running(config, stop.fatal, tls, tracing) as executor:
         stop.is_serving = True
+        stop.hand_over_on_signals(executor.host)
         await stop.event.wait()
         log.info("draining")
     return stop.exit_code
@@ -63,9 +69,20 @@ class _Stop:
         self.event = asyncio.Event()
         self.exit_code = 0
         self.is_serving = False
+        self._changes: list[asyncio.Future[object]] = []  # so that nobody collects them
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signal, number)
+
+    def hand_over_on_signals(self, host: "SessionHost") -> None:
+        """SIGUSR1: let sessions go on elsewhere, as before SIGTERM. SIGUSR2: it was not meant so."""
+        loop = asyncio.get_running_loop()
+        for number, change in ((signal.SIGUSR1, host.drain), (signal.SIGUSR2, host.take_again)):
+            loop.add_signal_handler(number, self._change, change)
+
+    def _change(self, change: Callable[[], Awaitable[object]]) -> None:
+        log.info("asked to %s", change.__name__.replace("_", " "))
+        self._changes.append(asyncio.ensure_future(change()))
 
     def fatal(self, why: str) -> None:
         """This process is of no use any more."""

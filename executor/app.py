@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from prometheus_client import CollectorRegistry
@@ -43,7 +44,7 @@ from executor.step_check import StepLimits
 from octavo.errors import Code, OctavoError
 from octavo.metrics import start_metrics_server
 from octavo.model_source import resolve_model
-from octavo.rpc import ServerParts
+from octavo.rpc import IDLE, ServerParts
 from octavo.tls import TlsSource
 from octavo.tracing import NO_TRACING, Tracing
 
@@ -70,6 +71,7 @@ class RunningExecutor:
     server: ServerParts
     description: ExecutorDescription
     metrics_port: int  # 0: no metrics are served
+    host: SessionHost
 
 
 @asynccontextmanager
@@ -167,7 +169,7 @@ async def _serving(
     store = _make_store(config, loaded, MeteredRunner(runner, metrics), arena.num_blocks)
     registry.register(StateCollector(_info(description), lambda: store.num_sessions, lambda: store.num_rows))
     link = CacheLink(client, grant, on_fatal, arena.lost_reason)
-    host = SessionHost(store, link)
+    host = SessionHost(store, link, on_idle=partial(server.set_health, IDLE))
     metrics_server = start_metrics_server(registry, config.metrics_listen) if config.metrics_listen else None
     house = asyncio.create_task(host.keep_house())
     house.add_done_callback(lambda task: _report_end(task, on_fatal))
@@ -175,7 +177,7 @@ async def _serving(
         servicer.begin(host, description)
         await server.set_serving(True)
         _log_choices(config, description)
-        yield RunningExecutor(server, description, metrics_server.port if metrics_server else 0)
+        yield RunningExecutor(server, description, metrics_server.port if metrics_server else 0, host)
     finally:
         await server.set_serving(False)
         await host.drain()

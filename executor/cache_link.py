@@ -9,7 +9,8 @@ import logging
 from collections.abc import Callable
 
 from executor.clients.cache import ArenaGrant, CacheClient
-from executor.ids import RouterEpoch, RouterId, SessionId
+from executor.ids import SessionId
+from executor.sessions import Opening
 from octavo.errors import Code, OctavoError
 
 log = logging.getLogger(__name__)
@@ -34,9 +35,9 @@ class CacheLink:
         self._lost_reason = lost_reason
         self._lost = False
 
-    async def open_session(self, session_id: SessionId, router_id: RouterId, router_epoch: RouterEpoch) -> None:
+    async def open_session(self, session_id: SessionId, opening: Opening) -> None:
         """See `SessionAuthority`."""
-        await self._client.open_session(session_id, router_id, router_epoch)
+        await self._client.open_session(session_id, opening)
 
     async def close_session(self, session_id: SessionId) -> None:
         """See `SessionAuthority`."""

@@ -7,6 +7,7 @@ an answer; the stream itself sends the answers in order.
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 import grpc
@@ -48,7 +49,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
     async def GetExecutorInfo(
         self, request: pb.GetExecutorInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetExecutorInfoResponse:
-        return info_message(self._get_ready().description)
+        ready = self._get_ready()
+        return info_message(ready.description, is_draining=ready.host.is_draining)
 
     async def Session(
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: grpc.aio.ServicerContext
@@ -58,6 +60,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
         requests = SessionRequests(self._tracing)
         stream = _Stream(ready.host, opened, requests)
         reader = asyncio.create_task(stream.read(request_iterator))
+        stop_listening = ready.host.listen(stream.tell_draining)
         try:
             yield pb.SessionResponse(
                 opened=pb.Opened(
@@ -67,8 +70,9 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServiceServicer):
                 )
             )
             async for outcome in stream.outcomes():
-                yield outcome_response(outcome)
+                yield outcome_response(outcome) if outcome is not None else pb.SessionResponse(draining=pb.Draining())
         finally:
+            stop_listening()
             reader.cancel()
             ready.host.disconnect(opened)
             requests.end()
@@ -117,6 +121,12 @@ async def _open(host: SessionHost, requests: AsyncIterator[pb.SessionRequest]) -
     return await host.open(opening_of(first.open))
 
 
+class _Told(Enum):
+    """What a stream says besides outcomes."""
+
+    DRAINING = auto()
+
+
 class _Stream:
     """What is between the two tasks of one stream: steps in flight, in order."""
 
@@ -124,7 +134,7 @@ class _Stream:
         self._host = host
         self._requests = requests
         self._opened = opened
-        self._in_flight: asyncio.Queue[asyncio.Future[StepOutcome] | None] = asyncio.Queue()
+        self._in_flight: asyncio.Queue[asyncio.Future[StepOutcome] | _Told | None] = asyncio.Queue()
         self._room = asyncio.Semaphore(MAX_STEPS_IN_FLIGHT)
 
     async def read(self, requests: AsyncIterator[pb.SessionRequest]) -> None:
@@ -140,13 +150,20 @@ class _Stream:
         finally:
             self._in_flight.put_nowait(None)
 
-    async def outcomes(self) -> AsyncIterator[StepOutcome]:
-        """In the order of the steps, each when it is there."""
-        while (future := await self._in_flight.get()) is not None:
-            outcome = await future
-            self._requests.answer(outcome)
-            yield outcome
-            self._room.release()
+    def tell_draining(self) -> None:
+        """Behind the steps that came before."""
+        self._in_flight.put_nowait(_Told.DRAINING)
+
+    async def outcomes(self) -> AsyncIterator[StepOutcome | None]:
+        """In the order of the steps, each when it is there; None: this executor drains."""
+        while (waiting := await self._in_flight.get()) is not None:
+            if isinstance(waiting, _Told):
+                yield None
+            else:
+                outcome = await waiting
+                self._requests.answer(outcome)
+                yield outcome
+                self._room.release()
 
     async def _take(self, request: pb.SessionRequest) -> bool:
         """False: it was the last."""

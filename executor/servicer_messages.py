@@ -88,7 +88,7 @@ def execute_response(outcome: StepOutcome) -> pb.ExecuteStepResponse:
     return pb.ExecuteStepResponse(gap=_gap_message(outcome))
 
 
-def info_message(description: ExecutorDescription) -> pb.GetExecutorInfoResponse:
+def info_message(description: ExecutorDescription, *, is_draining: bool) -> pb.GetExecutorInfoResponse:
     """To the wire."""
     model = description.model
     return pb.GetExecutorInfoResponse(
@@ -115,6 +115,7 @@ def info_message(description: ExecutorDescription) -> pb.GetExecutorInfoResponse
         max_tokens_per_step=description.max_tokens_per_step,
         max_steps_in_flight=description.max_steps_in_flight,
         version=description.version,
+        draining=is_draining,
     )
 
 

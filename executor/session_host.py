@@ -7,11 +7,11 @@ one and the event loop never waits for the model. Not here: gRPC, and what a ses
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
-from executor.ids import RouterEpoch, RouterId, SessionId, StepId
+from executor.ids import SessionId, StepId
 from executor.sessions import Opened, Opening, SessionStore
 from executor.step import Step, StepOutcome
 from octavo.errors import Code, OctavoError
@@ -27,7 +27,7 @@ _LAST_REPORTS_S = 2.0
 class SessionAuthority(Protocol):
     """Who must know which sessions live. Raises OctavoError."""
 
-    async def open_session(self, session_id: SessionId, router_id: RouterId, router_epoch: RouterEpoch) -> None:
+    async def open_session(self, session_id: SessionId, opening: Opening) -> None:
         """Before the first step."""
 
     async def close_session(self, session_id: SessionId) -> None:
@@ -35,6 +35,9 @@ class SessionAuthority(Protocol):
 
     async def orphaned_sessions(self) -> frozenset[SessionId]:
         """Sessions whose router is gone for good."""
+
+
+async def _nobody_asks(_: bool) -> None: ...
 
 
 class SessionHost:
@@ -46,14 +49,23 @@ class SessionHost:
         authority: SessionAuthority,
         on_authority_lost: Callable[[OctavoError], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
+        on_idle: Callable[[bool], Awaitable[None]] = _nobody_asks,
     ) -> None:
-        """on_authority_lost: called with each error of a regular call to the authority; must not block."""
+        """What it tells:
+
+        Args:
+            on_authority_lost: called with each error of a regular call to the authority; must not block.
+            on_idle: told in each round of housekeeping whether no session is held, and every end was reported.
+        """
         self._store = store
         self._authority = authority
         self._on_authority_lost = on_authority_lost
         self._clock = clock
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="steps")
+        self._on_idle = on_idle
         self._unreported: set[SessionId] = set()
+        self._streams: set[Callable[[], None]] = set()
+        self._is_draining = False
         self._wake = asyncio.Event()
 
     async def open(self, opening: Opening) -> Opened:
@@ -66,7 +78,7 @@ class SessionHost:
         self._wake.set()
         if opened.fresh:
             try:
-                await self._authority.open_session(opened.session_id, opening.router_id, opening.router_epoch)
+                await self._authority.open_session(opened.session_id, opening)
             except BaseException:
                 self.close(opened)
                 raise
@@ -89,20 +101,44 @@ class SessionHost:
         """The connection is gone."""
         self._thread.submit(self._store.disconnect, opened, self._clock())
 
+    @property
+    def is_draining(self) -> bool:
+        """Whether fresh sessions are refused."""
+        return self._is_draining
+
     async def drain(self) -> int:
-        """Refuse fresh sessions. Returns the number of live ones."""
-        return await self._run(self._store.drain)
+        """Refuse fresh sessions, and tell the live ones. Returns their number."""
+        self._is_draining = True
+        num_live = await self._run(self._store.drain)
+        for tell in list(self._streams):
+            tell()
+        return num_live
+
+    async def take_again(self) -> None:
+        """Take fresh sessions again: nobody can go on elsewhere, or nothing is to end any more."""
+        self._is_draining = False
+        await self._run(self._store.take_again)
+
+    def listen(self, on_drain: Callable[[], None]) -> Callable[[], None]:
+        """Tell a stream of each drain, and of one that began already. Returns what ends that."""
+        self._streams.add(on_drain)
+        if self._is_draining:
+            on_drain()
+        return lambda: self._streams.discard(on_drain)
 
     async def keep_house(self, interval_s: float = HOUSEKEEPING_INTERVAL_S) -> None:
         """For ever: end what is over, and report every end until the authority has heard it."""
         while True:
             self._wake.clear()
+            is_reported = False
             try:
                 await self._run(self._store.expire, self._clock())
                 await self._end_orphans()
                 await self._report_ended()
+                is_reported = True
             except OctavoError as error:
                 self._on_authority_lost(error)
+            await self._on_idle(is_reported and not self._store.num_sessions)
             try:
                 await asyncio.wait_for(self._wake.wait(), interval_s)
             except TimeoutError:

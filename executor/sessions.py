@@ -59,6 +59,7 @@ class SessionStore:
         self._last_session_id = 0
         self._last_attachment = 0
         self._draining = False
+        self._admitted: set[RouterId] = set()  # during a drain: who had a session when it began
         self._ended: list[SessionId] = []
 
     @property
@@ -72,9 +73,17 @@ class SessionStore:
         return sum(held.session.num_rows for held in list(self._held.values()))
 
     def drain(self) -> int:
-        """Refuse fresh sessions from now on. Returns the number of live ones."""
+        """Refuse fresh sessions from now on. Returns the number of live ones.
+
+        Whoever has one now may open it anew: it may find that it can go on nowhere else.
+        """
+        self._admitted = set(self._held) | (self._admitted if self._draining else set())
         self._draining = True
         return self.num_sessions
+
+    def take_again(self) -> None:
+        """End of a drain: fresh sessions are taken."""
+        self._draining = False
 
     def open(self, opening: Opening) -> Opened:
         """Continue or begin a router's session, and take it from any earlier connection.
@@ -152,7 +161,7 @@ class SessionStore:
         return held
 
     def _begin(self, opening: Opening) -> _Held:
-        if self._draining:
+        if self._draining and opening.router_id not in self._admitted:
             raise OctavoError(
                 Code.UNAVAILABLE, "DRAINING", "this executor takes no new sessions; use another", retry_after_s=1.0
             )

@@ -52,6 +52,8 @@ class ChildSpec:
         stop_grace_s: seconds between SIGTERM and SIGKILL.
         restart: None: its death ends everything.
         silence_limit_s: seconds without any answer after which it is killed; 0: it is never.
+        pool: children of one pool can take each other's place; empty: it has no other.
+        is_reserve: started by a roll-out alone.
     """
 
     name: str
@@ -62,6 +64,8 @@ class ChildSpec:
     stop_grace_s: float = 40.0
     restart: RestartPolicy | None = None
     silence_limit_s: float = 0.0
+    pool: str = ""
+    is_reserve: bool = False
 
 
 class Child:

@@ -32,6 +32,14 @@ class _LaunchConfig(BaseModel):
         20.0, ge=0, description="seconds without an answer to its health after which a process is killed; 0: never"
     )
 
+    spare_executors: int = Field(
+        0,
+        ge=0,
+        le=16,
+        description="executors more, per engine, that are attached and loaded and take the place of one that dies at "
+        "once; each holds the weights in memory once more, on a GPU too, and listens further ports above",
+    )
+
     # Options of sections that the launcher sets itself.
     wired: ClassVar[tuple[tuple[str, str], ...]] = ()
 
@@ -91,5 +99,6 @@ class ServeConfig(_LaunchConfig):
         ("executor", "executor_id"),
         ("router", "cache_service"),
         ("router", "executor"),
+        ("router", "spare_executors"),
         ("router", "engines"),
     )

@@ -6,7 +6,8 @@ Every option that differs from its default goes onto the child's command line, s
 import json
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
@@ -25,7 +26,7 @@ _STOP_MARGIN_S = 10.0
 
 
 def plan_serve(config: ServeConfig, socket_of: Callable[[str], str]) -> Stages:
-    """Cache service, executor, router: each needs those before it.
+    """Cache service, executors, router: each needs those before it.
 
     Args:
         config: all options.
@@ -34,19 +35,24 @@ def plan_serve(config: ServeConfig, socket_of: Callable[[str], str]) -> Stages:
     Raises:
         ValueError: an address that others could not connect to.
     """
-    cache_listen = _listen_or(config.cache_service, socket_of("cache-service"))
-    executor_listen = _listen_or(config.executor, socket_of("executor"))
-    cache_address, executor_address = connect_address(cache_listen), connect_address(executor_listen)
-    restart = RestartPolicy(config.max_restarts)
+    cache_listen = _listen_or(config.cache_service, 0, socket_of("cache-service"))
     cache_wiring = {"listen": cache_listen, **_health(config.cache_service, socket_of("cache-health"))}
+    restart = RestartPolicy(config.max_restarts)
     cache = _child("cache-service", config.cache_service, CACHE_HEALTH, cache_wiring, restart, config)
-    executor_wiring = {"listen": executor_listen, "cache_service": cache_address}
-    executor_wiring |= _health(config.executor, socket_of("executor-health"))
-    executor = _child("executor", config.executor, EXECUTOR_HEALTH, executor_wiring, restart, config)
-    router_wiring = {"cache_service": cache_address, "executor": executor_address}
-    router_wiring |= _health(config.router, socket_of("router-health"))
+    listens = [
+        _listen_or(config.executor, place, socket_of(f"executor-{place}")) for place in range(_num_places(config))
+    ]
+    executors = [
+        _executor(config, _Place(place, place), listen, connect_address(cache_listen), socket_of)
+        for place, listen in enumerate(listens)
+    ]
+    if not config.spare_executors:
+        executors[0] = replace(executors[0], name="executor")
+    executor, *spares = map(connect_address, listens)
+    router_wiring: dict[str, Any] = {"cache_service": connect_address(cache_listen), "executor": executor}
+    router_wiring |= {"spare_executors": tuple(spares), **_health(config.router, socket_of("router-health"))}
     router = _child("router", config.router, ROUTER_HEALTH, router_wiring, restart, config)
-    return [[cache], [executor], [router]]
+    return [[cache], executors, [router]]
 
 
 def plan_engine(config: EngineConfig, socket_of: Callable[[str], str]) -> Stages:
@@ -54,27 +60,57 @@ def plan_engine(config: EngineConfig, socket_of: Callable[[str], str]) -> Stages
     wiring = _health(config.cache_service, socket_of("cache-health"))
     restart = RestartPolicy(config.max_restarts)
     cache = _child("cache-service", config.cache_service, CACHE_HEALTH, wiring, restart, config)
-    executors = range(config.executors)
-    return [[cache], [_engine_executor(config, index, socket_of(f"health-{index}")) for index in executors]]
+    cache_address = connect_address(config.cache_service.listen)
+    num_others = _num_places(config) - 1  # of each engine; they come behind the executors that serve at first
+    places = [_Place(index, 0, engine=index) for index in range(config.executors)]
+    places += [
+        _Place(config.executors + engine * num_others + other, other + 1, engine)
+        for engine in range(config.executors)
+        for other in range(num_others)
+    ]
+    listens = [offset_address(config.executor.listen, place.number) for place in places]
+    executors = [
+        _executor(config, place, listen, cache_address, socket_of)
+        for place, listen in zip(places, listens, strict=True)
+    ]
+    return [[cache], executors]
+
+
+def _num_places(config: EngineConfig | ServeConfig) -> int:
+    """For the executors of one engine: one that serves, its spares, or, where it has none, one for a roll-out."""
+    return 1 + max(1, config.spare_executors)
+
+
+class _Place(NamedTuple):
+    """Of one executor: among all, which its addresses and its id follow, and among those of its engine."""
+
+    number: int
+    in_pool: int
+    engine: int = 0
+
+
+def _executor(
+    config: EngineConfig | ServeConfig, place: _Place, listen: str, cache_address: str, socket_of: Callable[[str], str]
+) -> ChildSpec:
+    options = config.executor
+    wiring = {
+        "listen": listen,
+        "health_listen": offset_address(options.health_listen, place.number),
+        **_health(options, socket_of(f"executor-health-{place.number}")),
+        "metrics_listen": offset_address(options.metrics_listen, place.number),
+        "cache_service": cache_address,
+        "executor_id": f"executor-{place.number}",
+    }
+    restart = RestartPolicy(config.max_restarts)
+    spec = _child(f"executor-{place.number}", options, EXECUTOR_HEALTH, wiring, restart, config)
+    is_reserve = place.in_pool > config.spare_executors
+    return replace(spec, pool=f"engine-{place.engine}", is_reserve=is_reserve)
 
 
 def _health(options: Any, private_socket: str) -> dict[str, str]:
     """Where the launcher asks for health in plain text, if the process speaks TLS and the options name no place."""
     speaks_tls = getattr(options, "tls_certificate", "") or getattr(options, "internal_tls_certificate", "")
     return {"health_listen": private_socket} if speaks_tls and not options.health_listen else {}
-
-
-def _engine_executor(config: EngineConfig, index: int, health_socket: str) -> ChildSpec:
-    wiring = {
-        "listen": offset_address(config.executor.listen, index),
-        "health_listen": offset_address(config.executor.health_listen, index),
-        **_health(config.executor, health_socket),
-        "metrics_listen": offset_address(config.executor.metrics_listen, index),
-        "cache_service": connect_address(config.cache_service.listen),
-        "executor_id": f"executor-{index}",
-    }
-    restart = RestartPolicy(config.max_restarts)
-    return _child(f"executor-{index}", config.executor, EXECUTOR_HEALTH, wiring, restart, config)
 
 
 def _child(
@@ -120,8 +156,8 @@ def _argument(option: str, value: Any) -> str:
     return f"{option}={value}"
 
 
-def _listen_or(options: Any, private_socket: str) -> str:
-    return str(options.listen) if "listen" in options.model_fields_set else private_socket
+def _listen_or(options: Any, place: int, private_socket: str) -> str:
+    return offset_address(options.listen, place) if "listen" in options.model_fields_set else private_socket
 
 
 def connect_address(listen: str) -> str:

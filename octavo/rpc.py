@@ -34,6 +34,8 @@ PUSHBACK_KEY = "grpc-retry-pushback-ms"
 # A health name that is SERVING as long as the event loop answers, drain or not: "restart it" and "send it no calls" are
 # two things to say.
 LIVENESS = "liveness"
+# Health name of an executor that holds no session: it may end, and nobody's steps with it.
+IDLE = "idle"
 
 # Servers take a ping every 10 s, also between calls: the default punishes more than one in 300 s with GOAWAY.
 SERVER_OPTIONS: tuple[tuple[str, Any], ...] = (
@@ -267,9 +269,13 @@ class ServerParts:
 
     async def set_serving(self, serving: bool) -> None:
         """Health of every service and of the whole server ("")."""
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in (*self.service_names, ""):
-            await self.health.set(name, status)
+            await self.set_health(name, serving)
+
+    async def set_health(self, name: str, serving: bool) -> None:
+        """Of a name that is no service's."""
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        await self.health.set(name, status)
 
     async def drain(self, accept_window_s: float, grace_s: float) -> None:
         """NOT_SERVING at once; new calls are accepted for the window (balancers need it); then finish within grace."""

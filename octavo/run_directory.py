@@ -14,7 +14,7 @@ from types import TracebackType
 PREFIX = "octavo-"
 LOCK = "lock"
 MAX_SOCKET_PATH_BYTES = 107  # of sockaddr_un, without the final zero
-_LONGEST_NAME = "executor-health.sock"
+_LONGEST_NAME = "executor-health-999.sock"
 
 
 class RunDirectory:

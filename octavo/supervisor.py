@@ -110,7 +110,7 @@ class Supervisor:
     async def _start_and_keep(self, on_ready: Callable[[], Awaitable[None]]) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._tell_progress())
-            children = [child for stage in self._stages for child in stage]
+            children = [child for stage in self._stages for child in stage if not child.spec.is_reserve]
             ready = [asyncio.Event() for _ in children]
             for child, is_ready in zip(children, ready, strict=True):
                 group.create_task(self._run_child(child, is_ready))

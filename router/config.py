@@ -14,6 +14,7 @@ class EngineAddress(BaseModel):
     name: str = Field("", pattern=r"^[A-Za-z0-9._-]{0,64}$", description="in metrics and logs; empty: engine-<place>")
     cache_service: str = Field(min_length=1, description="address of its cache service")
     executor: str = Field(min_length=1, description="address of its executor")
+    spare_executors: tuple[str, ...] = Field((), description="addresses of executors that may take its place")
 
 
 class RouterConfig(BaseModel):
@@ -66,6 +67,11 @@ class RouterConfig(BaseModel):
 
     cache_service: str = Field("127.0.0.1:7701", description="address of the cache service")
     executor: str = Field("127.0.0.1:7702", description="address of the executor")
+    spare_executors: tuple[str, ...] = Field(
+        (),
+        description="addresses of executors that are attached to the same cache service and loaded, and take the "
+        "executor's place when it is known dead or wants to end; not all need to be there",
+    )
     engines: tuple[EngineAddress, ...] = Field(
         (), description="several engines instead of those two addresses: tables of name, cache_service, executor"
     )
@@ -108,18 +114,22 @@ class RouterConfig(BaseModel):
     @property
     def fleet(self) -> tuple[EngineAddress, ...]:
         """Every engine, each with a name: `engines`, or the one of `cache_service` and `executor`."""
-        engines = self.engines or (EngineAddress(cache_service=self.cache_service, executor=self.executor),)
+        engines = self.engines or (
+            EngineAddress(
+                cache_service=self.cache_service, executor=self.executor, spare_executors=self.spare_executors
+            ),
+        )
         return tuple(
             engine.model_copy(update={"name": engine.name or f"engine-{place}"}) for place, engine in enumerate(engines)
         )
 
     @model_validator(mode="after")
     def _check_engines(self) -> "RouterConfig":
-        if self.engines and self.model_fields_set & {"cache_service", "executor"}:
+        if self.engines and self.model_fields_set & {"cache_service", "executor", "spare_executors"}:
             raise ValueError("engines are given beside cache_service or executor; give the one or the others")
         for what, values in (
             ("name", [engine.name for engine in self.fleet]),
-            ("executor", [engine.executor for engine in self.fleet]),
+            ("executor", [each for engine in self.fleet for each in (engine.executor, *engine.spare_executors)]),
         ):
             twice = [value for value, count in Counter(values).items() if count > 1]
             if twice:

@@ -82,6 +82,7 @@ class Engine:
         self._wakeup = asyncio.Event()
         self._time_limits: dict[LiveRequest, float] = {}  # when it ends with what there is
         self._steps: SessionSteps | None = None
+        self.is_paused = False
         self._capacity = Capacity(model, limits.slack_blocks, self.roster, outbox, observer)
         self._suspects = Suspects(limits.poison_limit, limits.max_steps_in_flight)
         self._lost_at: float | None = None  # the last session; None: it is there, or there was none yet
@@ -202,13 +203,18 @@ class Engine:
     def attach(self, session: SessionKey, send: Callable[[Step], None]) -> None:
         """A fresh session: every row is sent again, with its blocks and as far as it is known to be computed."""
         self.detach()
+        self.is_paused = False
         self._steps = SessionSteps(session, send, self.model, self._clock)
         accused = self._suspects.reopen(session.executor_id, session.executor_epoch)
+        num_again = sum(choice.row.num_sent - choice.row.num_computed for choice in self.roster.running.values())
+        self._observer.on_recomputed("executor_lost", num_again)
         if self._lost_at is not None:
-            self._observer.on_takeover(self._clock() - self._lost_at)
-            self._lost_at = None
+            elapsed_s, self._lost_at = self._clock() - self._lost_at, None
+            self._observer.on_takeover(elapsed_s)
+            text = "executor %s, epoch %d, took over after %.3f s: %d sequences go on, %d tokens are computed again"
+            num_running = self.roster.num_running
+            log.info(text, session.executor_id, session.executor_epoch, elapsed_s, num_running, num_again)
         for choice in self.roster.running.values():
-            self._observer.on_recomputed("executor_lost", choice.row.num_sent - choice.row.num_computed)
             choice.reset_at_executor()
             choice.row.num_sent, choice.row.num_tokens = choice.row.num_computed, len(choice.tokens)
         for request in accused:
@@ -225,6 +231,15 @@ class Engine:
         self._steps = None
         self._results.clear()
         self._capacity.forget_session()
+
+    def pause(self) -> None:
+        """Send no more steps in this session: what runs goes on in the next one."""
+        self.is_paused = True
+
+    def take_results(self) -> None:
+        """Take what has come now, not in the next turn: the session may be over by then."""
+        if self._steps is not None:
+            self._results.take(self._steps)
 
     def lose_lease(self) -> None:
         """All blocks are gone with the lease: what ran waits with the tokens it has, and is computed again."""
@@ -310,14 +325,14 @@ class Engine:
 
     def turn(self, now: float) -> None:
         """Everything that can be done now, in this order. Without a session nothing runs and nobody is admitted."""
-        if self._steps is not None:
-            self._results.take(self._steps)
+        self.take_results()
         self._expire(now)
         if self._steps is not None:
             self._capacity.preempt(self._steps, now)
             self._capacity.admit(now)
             self._capacity.extend(self._steps, now)
-            self._send(self._steps)
+            if not self.is_paused:
+                self._send(self._steps)
 
     def _expire(self, now: float) -> None:
         for request in [request for request, moment in self._time_limits.items() if moment <= now]:

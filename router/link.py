@@ -25,6 +25,7 @@ from router.engine import Engine, EngineLimits
 from router.model import Model
 from router.observer import Observers
 from router.outbox import Outbox
+from router.pool import Pool
 from router.text.tokenizer import Tokenizer
 from router.text.tokenizers import Tokenizers
 
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 # The whole grace was waited for already. What else ends a life takes the lease alone.
 GIVEN_UP = ("ENGINE_LOST", "CACHE_SERVICE_LOST", "MODEL_CHANGED")
 FIRST_BACKOFF_S = 0.1
+HANDOVER_INTERVAL_S = 0.25  # between two looks for a successor of an executor that wants to end
 MAX_BACKOFF_S = 2.0
 # After a fault of our own the same may happen again at once: as Kubernetes does with a container that crashes.
 FIRST_FAULT_PAUSE_S = 1.0
@@ -116,7 +118,9 @@ class Link:
         self._common = common
         self._config = config
         tls, server_name = internal_tls(config), config.internal_tls_server_name
-        self._executor = ExecutorClient(address.executor, tls, server_name)
+        addresses = (address.executor, *address.spare_executors)
+        self._pool = Pool(address.name, [(each, ExecutorClient(each, tls, server_name)) for each in addresses])
+        self._watch: asyncio.Task[None] | None = None
         self._cache_address = address.cache_service
         patience_s = config.recovery_grace_s
         self._cache = CacheClient(
@@ -137,6 +141,11 @@ class Link:
         return self._life.backend if self._life else None
 
     @property
+    def num_ready_spares(self) -> int:
+        """Executors that could take over now."""
+        return self._pool.num_ready_spares
+
+    @property
     def state(self) -> LinkState:
         if self.is_ready:
             return LinkState.SERVING
@@ -149,6 +158,7 @@ class Link:
     def start(self) -> None:
         """Begin to connect."""
         self._task = asyncio.create_task(self._run(), name="link")
+        self._watch = asyncio.create_task(self._pool.watch(), name="pool")
 
     async def close(self) -> None:
         """Leave in order: live requests fail, the session ends, all blocks go back, connections close."""
@@ -158,9 +168,10 @@ class Link:
         if life is not None:
             life.backend.engine.fail_all(refusals.draining())
             sent_steps = life.backend.engine.sent_steps()
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        tasks = [task for task in (self._task, self._watch) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
         if life is not None:
@@ -172,7 +183,7 @@ class Link:
             self._expiry.cancel()
         if self._carried is not None:
             await self._carried.close()
-        await self._executor.close()
+        await self._pool.close()
         await self._cache.close()
 
     async def _run(self) -> None:
@@ -204,7 +215,7 @@ class Link:
 
     async def _live(self) -> None:
         """One life, to its end."""
-        self.model = model = await self._executor.describe()
+        self.model = model = await self._pool.describe()
         tokenizer = await self._common.tokenizers.of(model)
         lease = await self._cache.open_lease()
         backend = await self._take_carried(model) or self._make_backend(model, tokenizer)
@@ -212,7 +223,8 @@ class Link:
         mutations = self._cache.mutations(lease, model, engine.outbox, engine)
         self._life = _Life(backend, lease, mutations)
         blocks = f"{model.num_blocks} blocks of {model.block_size} tokens"
-        log.info("serving %s by %s on %s: %s", model.name, self.name, model.device, blocks)
+        at = f"{self.name}, executor {self._pool.serving}, on {model.device}"
+        log.info("serving %s by %s: %s", model.name, at, blocks)
         is_carried = False
         try:
             await _until_one_ends(engine.run(), mutations.run(), self._keep_session(self._life))
@@ -279,12 +291,10 @@ class Link:
         model = life.backend.model
         backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
         while True:
+            pause_s = None
             try:
-                now = await self._executor.describe()
-                if not now.is_same_pool(model):
-                    raise refusals.model_changed(now.name)
                 num_reconciled = life.mutations.num_reconciled
-                session = await self._executor.open_session(self.client_id, life.lease.client_epoch)
+                session = await self._pool.open_session(model, self.client_id, life.lease.client_epoch)
                 if num_reconciled == life.mutations.num_reconciled:
                     return session
                 # A restarted cache service was not told of this session and waits for its end: take another.
@@ -292,8 +302,11 @@ class Link:
             except OctavoError as error:
                 if error.code is Code.FAILED_PRECONDITION:
                     raise  # this epoch is over: a new lease is needed
-                self._complaints.tell("no session with the executor", error)
-            await asyncio.sleep(backoff.next_s())
+                self._complaints.tell("no session with an executor", error)
+                if error.reason == "PREDECESSOR_ALIVE":
+                    pause_s = error.retry_after_s
+            await self._set_ready(False)
+            await asyncio.sleep(pause_s or backoff.next_s())
 
     async def _pump(self, session: Session, engine: Engine) -> None:
         """Outcomes into the engine until the session is lost."""
@@ -302,14 +315,34 @@ class Link:
         engine.attach(session.key, session.send)
         await self._set_ready(True)
         try:
-            while True:
-                engine.on_outcome(await session.receive())
+            await _until_one_ends(self._take_outcomes(session, engine), self._leave_when_told(session, engine))
         except OctavoError as error:
-            log.warning("the session with the executor is lost (%s): %s", self.name, error.message)
-        await self._set_ready(False)
+            if not (engine.is_paused and error.reason == "SESSION_ENDED"):  # as was asked for
+                log.warning("the session with the executor is lost (%s): %s", self.name, error.message)
+        engine.take_results()
+        if not (engine.is_paused or self._pool.num_ready_spares):
+            await self._set_ready(False)
         engine.detach()
         session.abandon()
         self._session = None
+
+    @staticmethod
+    async def _take_outcomes(session: Session, engine: Engine) -> None:
+        while True:
+            engine.on_outcome(await session.receive())
+
+    async def _leave_when_told(self, session: Session, engine: Engine) -> None:
+        """Once the executor wants to end and another can go on, end the session behind the steps on their way."""
+        while not engine.is_paused:
+            await session.is_to_end.wait()
+            session.is_to_end.clear()
+            while await self._pool.is_draining():
+                if await self._pool.choose_successor():
+                    engine.pause()
+                    session.leave()
+                    break
+                await asyncio.sleep(HANDOVER_INTERVAL_S)
+        await asyncio.Event().wait()  # for the session's end, which the other one sees
 
     async def _set_ready(self, is_ready: bool) -> None:
         self.is_ready = is_ready

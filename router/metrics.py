@@ -38,6 +38,9 @@ class EngineView(Protocol):
     @property
     def is_ready(self) -> bool: ...
 
+    @property
+    def num_ready_spares(self) -> int: ...
+
 
 class RouterMetrics:
     """Counters and histograms of all engines' requests; hands each engine its own `Observer`.
@@ -185,6 +188,7 @@ class _Gauges(Collector):
 
     def collect(self) -> Iterable[Metric]:
         up = _gauge("engine_up", "Whether the router takes requests for the engine")
+        spares = _gauge("spare_executors_ready", "Executors that are attached, loaded and idle")
         running = _gauge("num_requests_running", "Requests that hold blocks")
         waiting = _gauge("num_requests_waiting", "Requests that wait")
         usage = _gauge("kv_cache_usage_ratio", "Blocks that requests hold, of the pool")
@@ -192,6 +196,7 @@ class _Gauges(Collector):
         for engine in self._engines():
             labels = (engine.model.name if engine.model is not None else "", engine.name)
             up.add_metric(labels, engine.is_ready)
+            spares.add_metric(labels, engine.num_ready_spares)
             if engine.backend is None:
                 continue
             load = engine.backend.engine.load()
@@ -200,7 +205,7 @@ class _Gauges(Collector):
             usage.add_metric(labels, load.kv_usage_ratio)
             for reason, count in _waiting_by_reason(engine.backend).items():
                 by_reason.add_metric((*labels, reason), count)
-        return (up, running, waiting, usage, by_reason)
+        return (up, spares, running, waiting, usage, by_reason)
 
     def describe(self) -> Iterable[Metric]:
         return ()

@@ -37,10 +37,34 @@ class Model:
         """Blocks that sequences can hold: all but the reserved one."""
         return self.num_blocks - 1
 
-    def is_same_pool(self, other: "Model") -> bool:
-        """Whether KV and tables that were made for `other` are good for this one."""
+    def can_go_on_for(self, other: "Model") -> bool:
+        """Whether what runs on `other` can run on this one: KV and tables are good for it, and no limit is lower."""
         mine = (self.fingerprint, self.arena_id, self.block_size, self.num_blocks, self.kv_dtype)
-        return mine == (other.fingerprint, other.arena_id, other.block_size, other.num_blocks, other.kv_dtype)
+        is_same_pool = mine == (
+            *(other.fingerprint, other.arena_id, other.block_size, other.num_blocks, other.kv_dtype),
+        )
+        return is_same_pool and all(
+            here >= there
+            for here, there in (
+                (self.max_context_tokens, other.max_context_tokens),
+                (self.max_rows, other.max_rows),
+                (self.max_tokens_per_step, other.max_tokens_per_step),
+                (self.max_steps_in_flight, other.max_steps_in_flight),
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """An executor as it describes itself.
+
+    Attributes:
+        is_draining: it wants to end, and takes no new sessions.
+    """
+
+    executor_id: str
+    model: Model
+    is_draining: bool = False
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from octavo.errors import Code, OctavoError
-from octavo.rpc import ServerParts, open_channel, start_server
+from octavo.rpc import ServerParts, error_of_call, open_channel, start_server
 from octavo.tls import TlsSource
 from octavo.v1 import cache_pb2, cache_pb2_grpc, executor_pb2, executor_pb2_grpc
 
@@ -120,6 +120,7 @@ class Hooks:
     fail_rows: Callable[[_Row], bool] = lambda row: False
     breaks_next: bool = False  # the session ends instead of running its next step
     is_open: asyncio.Event = field(default_factory=asyncio.Event)  # cleared: steps wait
+    is_draining: asyncio.Event = field(default_factory=asyncio.Event)  # set: it wants to end
 
     def __post_init__(self) -> None:
         self.is_open.set()
@@ -140,6 +141,7 @@ class FakeExecutor:
     listen: str = "127.0.0.1:0"
     eos_token_ids: tuple[int, ...] = (EOS,)
     executor_id: str = "fake"
+    pid: int = field(default_factory=os.getpid)
     model_name: str = "scripted"
     fingerprint: str = FINGERPRINT
     tls: TlsSource | None = None
@@ -166,7 +168,7 @@ class FakeExecutor:
         response = await self._cache.RegisterExecutor(
             cache_pb2.RegisterExecutorRequest(
                 executor_id=self.executor_id,
-                pid=os.getpid(),
+                pid=self.pid,
                 arena_id="cpu",
                 model_fingerprint=self.fingerprint,
                 geometry=cache_pb2.KvGeometry(block_size=BLOCK_SIZE, dtype="float32", layers=[layer]),
@@ -218,6 +220,7 @@ class FakeExecutor:
             max_rows=self.max_rows,
             max_tokens_per_step=self.max_tokens_per_step,
             max_steps_in_flight=self.max_steps_in_flight,
+            draining=self.hooks.is_draining.is_set(),
         )
 
     async def session(self, requests: AsyncIterator[executor_pb2.SessionRequest]) -> AsyncIterator[Any]:
@@ -228,9 +231,12 @@ class FakeExecutor:
             executor_id=self.executor_id, executor_epoch=self.epoch, session_id=self._num_sessions
         )
         request = cache_pb2.OpenSessionRequest(
-            session=key, client_id=opened.router_id, client_epoch=opened.router_epoch
+            session=key, client_id=opened.router_id, client_epoch=opened.router_epoch, takeover=opened.takeover
         )
-        await self._cache.OpenSession(request)
+        try:
+            await self._cache.OpenSession(request)
+        except grpc.aio.AioRpcError as error:
+            raise error_of_call(error) from error
         self.rows.clear()
         response = executor_pb2.Opened(executor_epoch=self.epoch, session_id=key.session_id)
         yield executor_pb2.SessionResponse(opened=response)
@@ -246,6 +252,7 @@ class FakeExecutor:
         incoming: asyncio.Queue[executor_pb2.SessionRequest | None] = asyncio.Queue()
         outcomes: asyncio.Queue[executor_pb2.SessionResponse | OctavoError | None] = asyncio.Queue()
         tasks = [asyncio.create_task(_pour(requests, incoming)), asyncio.create_task(self._work(incoming, outcomes))]
+        tasks.append(asyncio.create_task(self._tell_draining(outcomes)))
         try:
             while (outcome := await outcomes.get()) is not None:
                 if isinstance(outcome, OctavoError):
@@ -255,6 +262,10 @@ class FakeExecutor:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _tell_draining(self, outcomes: asyncio.Queue) -> None:
+        await self.hooks.is_draining.wait()
+        outcomes.put_nowait(executor_pb2.SessionResponse(draining=executor_pb2.Draining()))
 
     async def _work(self, incoming: asyncio.Queue, outcomes: asyncio.Queue) -> None:
         last_applied = 0

@@ -22,7 +22,7 @@ from router.app import Router
 from router.config import RouterConfig
 from router.engine import Engine
 from router.link import Link
-from tests.fakes import FakeExecutor, Script, counting
+from tests.fakes import FakeExecutor, Hooks, Script, counting
 
 SETTLE_S = 5.0
 CALL_S = 180.0  # a test whose processes start anew waits for them in the middle of a call
@@ -91,6 +91,8 @@ class Stack(Front):
     cache: cache_pb2_grpc.BlockManagerServiceStub
     channel: grpc.aio.Channel
     cache_app: RunningApp
+    spares: list[FakeExecutor] = field(default_factory=list)
+    spare_processes: dict[int, FakeProcess] = field(default_factory=dict)
 
     @property
     def engine(self) -> Engine:
@@ -149,10 +151,17 @@ async def until(condition: Callable[[], bool | Awaitable[bool]], within_s: float
 
 
 @asynccontextmanager
-async def running_cache_service(process: FakeProcess, tracing: Tracing = NO_TRACING) -> AsyncIterator[RunningApp]:
-    """A real cache service."""
+async def running_cache_service(
+    process: FakeProcess, tracing: Tracing = NO_TRACING, spare_processes: dict[int, FakeProcess] | None = None
+) -> AsyncIterator[RunningApp]:
+    """A real cache service.
+
+    Args:
+        spare_processes: by the pids that executors give; all others are `process`.
+    """
     config = CacheServiceConfig(listen="127.0.0.1:0", metrics_listen="", drain_grace_s=0, min_lease_ttl_s=0.2)
-    outside = replace(outside_of(config), watch_process=lambda pid: process, tracing=tracing)
+    watched = spare_processes or {}
+    outside = replace(outside_of(config), watch_process=lambda pid: watched.get(pid, process), tracing=tracing)
     async with running(config, outside) as app:
         yield app
 
@@ -193,6 +202,7 @@ async def running_stack(
     config: dict[str, Any] | None = None,
     cache: CacheProcess | None = None,
     tracing: Tracing = NO_TRACING,
+    num_spares: int = 0,
     **executor_options: Any,
 ) -> AsyncIterator[Stack]:
     """All three processes in this one, ready to serve.
@@ -201,14 +211,23 @@ async def running_stack(
         config: fields of `RouterConfig` that differ from the test's own.
         cache: a cache service that runs already, instead of one in this process.
         tracing: of router and cache service.
+        num_spares: executors more, on the same arena; their process ids are 1, 2, 3, ...
         executor_options: fields of `FakeExecutor`.
     """
     process = FakeProcess()
-    async with nullcontext() if cache else running_cache_service(process, tracing) as cache_app:
+    processes = {place + 1: FakeProcess(started=place + 2) for place in range(num_spares)}
+    async with nullcontext() if cache else running_cache_service(process, tracing, processes) as cache_app:
         cache_address = cache.address if cache else f"127.0.0.1:{cache_app.server.port}"
         executor = FakeExecutor(script, tokenizer_source, cache_address, **executor_options)
         await executor.start()
-        options = {"cache_service": cache_address, "executor": executor.address}
+        spares = [
+            replace(executor, executor_id=f"spare-{pid}", pid=pid, hooks=Hooks(), steps=[], rows={})
+            for pid in processes
+        ]
+        for spare in spares:
+            await spare.start()
+        addresses = tuple(spare.address for spare in spares)
+        options = {"cache_service": cache_address, "executor": executor.address, "spare_executors": addresses}
         router = Router(RouterConfig(**(ROUTER_OPTIONS | options | (config or {}))), tracing=tracing)
         await router.start()
         channel, cache_channel = open_channel(f"127.0.0.1:{router.port}"), open_channel(cache_address)
@@ -220,6 +239,8 @@ async def running_stack(
             cache=cache_pb2_grpc.BlockManagerServiceStub(cache_channel),
             channel=channel,
             cache_app=cache_app,
+            spares=spares,
+            spare_processes=processes,
         )
         try:
             assert await until(lambda: router.fleet.is_ready, 120), "the router did not become ready"
@@ -229,4 +250,5 @@ async def running_stack(
             with suppress(grpc.aio.AioRpcError):
                 await router.close()
             await cache_channel.close()
-            await stack.executor.stop()
+            for each in (stack.executor, *stack.spares):
+                await each.stop()

@@ -12,7 +12,8 @@ from typing import TypeVar
 import grpc
 
 from executor.arena import ArenaLayout, CudaMemory, KvGeometry, LayerGeometry, LayerLayout, TensorLayout
-from executor.ids import RouterEpoch, RouterId, SessionId
+from executor.ids import SessionId
+from executor.sessions import Opening
 from octavo import rpc
 from octavo.errors import Code, OctavoError
 from octavo.tls import TlsSource
@@ -88,10 +89,13 @@ class CacheClient:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def open_session(self, session_id: SessionId, router_id: RouterId, router_epoch: RouterEpoch) -> None:
+    async def open_session(self, session_id: SessionId, opening: Opening) -> None:
         """Announce a session before any step of it runs."""
         request = cache_pb2.OpenSessionRequest(
-            session=self._session_key(session_id), client_id=router_id, client_epoch=router_epoch
+            session=self._session_key(session_id),
+            client_id=opening.router_id,
+            client_epoch=opening.router_epoch,
+            takeover=opening.takeover,
         )
         await _call(lambda: self._stub.OpenSession(request, timeout=_CALL_TIMEOUT_S))
 

@@ -229,6 +229,12 @@ _RECOVERY = Row(
             [mean("octavo_takeover_time_seconds", "engine", f'{BY_MODEL}, engine!=""', "{{engine}}")],
             "From the loss of the session to the next one; running requests wait for so long.",
         ),
+        Panel(
+            "Spare executors",
+            "short",
+            [Query(f"min by (namespace, engine) (octavo_spare_executors_ready{{{BY_MODEL}}})", "{{engine}}")],
+            "Attached, loaded and idle: they take the place of one that dies at once.",
+        ),
     ],
 )
 

@@ -57,14 +57,16 @@ class RegisterExecutorResponse(_message.Message):
     def __init__(self, arena: _Optional[_Union[Arena, _Mapping]] = ..., executor_epoch: _Optional[int] = ...) -> None: ...
 
 class OpenSessionRequest(_message.Message):
-    __slots__ = ("session", "client_id", "client_epoch")
+    __slots__ = ("session", "client_id", "client_epoch", "takeover")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
     CLIENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TAKEOVER_FIELD_NUMBER: _ClassVar[int]
     session: SessionKey
     client_id: str
     client_epoch: int
-    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., client_id: _Optional[str] = ..., client_epoch: _Optional[int] = ...) -> None: ...
+    takeover: bool
+    def __init__(self, session: _Optional[_Union[SessionKey, _Mapping]] = ..., client_id: _Optional[str] = ..., client_epoch: _Optional[int] = ..., takeover: bool = ...) -> None: ...
 
 class OpenSessionResponse(_message.Message):
     __slots__ = ()

@@ -131,6 +131,8 @@ class BlockManagerServiceServicer(object):
         """An executor announces a session before it answers the router's Open, so that no step runs in a session that the
         cache service does not know. Idempotent. FAILED_PRECONDITION: STALE_EPOCH (this executor epoch is over or was never
         granted), LEASE_EXPIRED (no live lease of this client and epoch), SESSION_CLOSED (this id was closed before).
+        UNAVAILABLE PREDECESSOR_ALIVE: with `takeover`, while a session of this lease is open on another executor that is not
+        known dead: it may still write into the blocks that this one would go on with.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -12,7 +12,7 @@ class GetExecutorInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetExecutorInfoResponse(_message.Message):
-    __slots__ = ("executor_id", "executor_epoch", "model", "arena_id", "block_size", "num_blocks", "kv_dtype", "device", "attention", "weights_dtype", "max_rows", "max_tokens_per_step", "max_steps_in_flight", "version")
+    __slots__ = ("executor_id", "executor_epoch", "model", "arena_id", "block_size", "num_blocks", "kv_dtype", "device", "attention", "weights_dtype", "max_rows", "max_tokens_per_step", "max_steps_in_flight", "version", "draining")
     EXECUTOR_ID_FIELD_NUMBER: _ClassVar[int]
     EXECUTOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +27,7 @@ class GetExecutorInfoResponse(_message.Message):
     MAX_TOKENS_PER_STEP_FIELD_NUMBER: _ClassVar[int]
     MAX_STEPS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     executor_id: str
     executor_epoch: int
     model: ModelDescription
@@ -41,7 +42,8 @@ class GetExecutorInfoResponse(_message.Message):
     max_tokens_per_step: int
     max_steps_in_flight: int
     version: str
-    def __init__(self, executor_id: _Optional[str] = ..., executor_epoch: _Optional[int] = ..., model: _Optional[_Union[ModelDescription, _Mapping]] = ..., arena_id: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., device: _Optional[str] = ..., attention: _Optional[str] = ..., weights_dtype: _Optional[str] = ..., max_rows: _Optional[int] = ..., max_tokens_per_step: _Optional[int] = ..., max_steps_in_flight: _Optional[int] = ..., version: _Optional[str] = ...) -> None: ...
+    draining: bool
+    def __init__(self, executor_id: _Optional[str] = ..., executor_epoch: _Optional[int] = ..., model: _Optional[_Union[ModelDescription, _Mapping]] = ..., arena_id: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., kv_dtype: _Optional[str] = ..., device: _Optional[str] = ..., attention: _Optional[str] = ..., weights_dtype: _Optional[str] = ..., max_rows: _Optional[int] = ..., max_tokens_per_step: _Optional[int] = ..., max_steps_in_flight: _Optional[int] = ..., version: _Optional[str] = ..., draining: bool = ...) -> None: ...
 
 class ModelDescription(_message.Message):
     __slots__ = ("name", "source", "revision", "fingerprint", "architecture", "vocabulary_size", "max_context_tokens", "eos_token_ids")
@@ -76,16 +78,18 @@ class SessionRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., acknowledge: _Optional[_Union[Acknowledge, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("opened", "result", "failed", "gap")
+    __slots__ = ("opened", "result", "failed", "gap", "draining")
     OPENED_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     GAP_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     opened: Opened
     result: StepResult
     failed: StepFailed
     gap: StepGap
-    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ..., failed: _Optional[_Union[StepFailed, _Mapping]] = ..., gap: _Optional[_Union[StepGap, _Mapping]] = ...) -> None: ...
+    draining: Draining
+    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ..., failed: _Optional[_Union[StepFailed, _Mapping]] = ..., gap: _Optional[_Union[StepGap, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("router_id", "router_epoch", "takeover", "last_seen_step")
@@ -116,6 +120,10 @@ class Acknowledge(_message.Message):
     def __init__(self, step_id: _Optional[int] = ...) -> None: ...
 
 class Close(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Draining(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

@@ -80,7 +80,7 @@ class ExecutorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Refuse new sessions; live ones go on until their routers close them.
+        """Refuse new sessions; live ones go on until their routers close them, which are told by `draining`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

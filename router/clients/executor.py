@@ -11,7 +11,7 @@ from octavo.tls import TlsSource
 from octavo.v1 import executor_pb2, executor_pb2_grpc
 from router.clients.step_messages import outcome_of, step_message
 from router.ids import SessionKey
-from router.model import Model
+from router.model import Model, Standing
 from router.step import Outcome, Step
 
 CALL_TIMEOUT_S = 5.0
@@ -24,15 +24,16 @@ class ExecutorClient:
         self._channel = open_channel(address, tls, server_name)
         self._stub = executor_pb2_grpc.ExecutorServiceStub(self._channel)
 
-    async def describe(self) -> Model:
-        """What it serves now.
+    async def describe(self) -> Standing:
+        """What it is, and what it serves now.
 
         Raises:
             OctavoError: it cannot be reached, or is not ready.
         """
-        return _model_of(await self._info())
+        info = await self._info()
+        return Standing(info.executor_id, _model_of(info), info.draining)
 
-    async def open_session(self, router_id: str, router_epoch: int) -> "Session":
+    async def open_session(self, executor_id: str, router_id: str, router_epoch: int) -> "Session":
         """A fresh session: the executor knows no row.
 
         Raises:
@@ -41,7 +42,7 @@ class ExecutorClient:
         session = Session(self._stub)
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
-                await session.open((await self._info()).executor_id, router_id, router_epoch)
+                await session.open(executor_id, router_id, router_epoch)
         except TimeoutError:
             session.abandon()
             raise OctavoError(Code.UNAVAILABLE, "EXECUTOR_SILENT", "the executor did not open a session") from None
@@ -61,13 +62,14 @@ class ExecutorClient:
 
 
 class Session:
-    """Steps out, outcomes in. `key` is known once it is open."""
+    """Steps out, outcomes in. `key` is known once it is open; `is_to_end` is set when the executor says so."""
 
     def __init__(self, stub: executor_pb2_grpc.ExecutorServiceStub) -> None:
         self._call = stub.Session()
         self._outgoing: asyncio.Queue[executor_pb2.SessionRequest] = asyncio.Queue()
         self._writer: asyncio.Task[None] | None = None
         self.key = SessionKey("", 0, 0)
+        self.is_to_end = asyncio.Event()
 
     async def open(self, executor_id: str, router_id: str, router_epoch: int) -> None:
         """The first exchange.
@@ -93,7 +95,13 @@ class Session:
         Raises:
             OctavoError: the session is lost.
         """
-        return outcome_of(await self._read())
+        while (response := await self._read()).WhichOneof("message") == "draining":
+            self.is_to_end.set()
+        return outcome_of(response)
+
+    def leave(self) -> None:
+        """Close behind the steps on their way: their outcomes still come, and then the session is lost."""
+        self._outgoing.put_nowait(executor_pb2.SessionRequest(close=executor_pb2.Close()))
 
     async def close(self) -> None:
         """Leave in order: the executor frees the session's slots."""

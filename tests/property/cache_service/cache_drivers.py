@@ -160,7 +160,9 @@ class CacheDriver(Protocol):
 
     def register(self, executor_id: str, num_blocks: int, block_size: int) -> int: ...
     def kill_executor(self, executor_id: str) -> None: ...
-    def open_session(self, session: SessionKey, client_id: str, client_epoch: int) -> None: ...
+    def open_session(
+        self, session: SessionKey, client_id: str, client_epoch: int, *, takeover: bool = False
+    ) -> None: ...
     def close_session(self, session: SessionKey) -> None: ...
     def orphaned(self, executor_id: str, epoch: int) -> list[int]: ...
     def open_lease(self, client_id: str, client_epoch: int = 0) -> tuple[LeaseId, int]: ...
@@ -217,8 +219,8 @@ class InProcessDriver:
     def kill_executor(self, executor_id: str) -> None:
         self._processes[executor_id].die()
 
-    def open_session(self, session: SessionKey, client_id: str, client_epoch: int) -> None:
-        self.service.open_session(session, client_id, client_epoch)
+    def open_session(self, session: SessionKey, client_id: str, client_epoch: int, *, takeover: bool = False) -> None:
+        self.service.open_session(session, client_id, client_epoch, self._now, takeover=takeover)
 
     def close_session(self, session: SessionKey) -> None:
         self.service.close_session(session, self._now)
@@ -343,9 +345,9 @@ class GrpcDriver:
     def kill_executor(self, executor_id: str) -> None:
         self._processes[self._pid_of[executor_id]].die()
 
-    def open_session(self, session: SessionKey, client_id: str, client_epoch: int) -> None:
+    def open_session(self, session: SessionKey, client_id: str, client_epoch: int, *, takeover: bool = False) -> None:
         request = cache_pb2.OpenSessionRequest(
-            session=session_message(session), client_id=client_id, client_epoch=client_epoch
+            session=session_message(session), client_id=client_id, client_epoch=client_epoch, takeover=takeover
         )
         self.call("OpenSession", request)
 

@@ -7,7 +7,8 @@ import pytest
 from executor.arena import ArenaLayout, KvGeometry
 from executor.cache_link import CacheLink
 from executor.clients.cache import ArenaGrant
-from executor.ids import RouterEpoch, RouterId, SessionId
+from executor.ids import SessionId
+from executor.sessions import Opening
 from octavo.errors import Code, OctavoError
 
 GRANT = ArenaGrant(7, "/dev/shm/a", 4096, ArenaLayout(0, 1024, 4, ()), KvGeometry(4, "float32", ()))
@@ -35,7 +36,7 @@ class Client:
             raise self.error
         return frozenset({SessionId(3)})
 
-    async def open_session(self, session_id: SessionId, router_id: RouterId, router_epoch: RouterEpoch) -> None: ...
+    async def open_session(self, session_id: SessionId, opening: Opening) -> None: ...
 
     async def close_session(self, session_id: SessionId) -> None: ...
 

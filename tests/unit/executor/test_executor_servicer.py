@@ -15,7 +15,7 @@ from executor.servicer import ExecutorServicer, start_executor_server
 from executor.servicer_messages import ExecutorDescription
 from executor.session import Session
 from executor.session_host import SessionHost
-from executor.sessions import SessionStore
+from executor.sessions import Opening, SessionStore
 from octavo import rpc
 from octavo.errors import Code, OctavoError
 from octavo.v1 import cache_pb2, executor_pb2_grpc
@@ -49,10 +49,10 @@ class Authority:
     orphans: set[SessionId] = field(default_factory=set)
     error: OctavoError | None = None
 
-    async def open_session(self, session_id: SessionId, router_id: RouterId, router_epoch: RouterEpoch) -> None:
+    async def open_session(self, session_id: SessionId, opening: Opening) -> None:
         if self.error is not None:
             raise self.error
-        self.opened.append((session_id, router_id, router_epoch))
+        self.opened.append((session_id, opening.router_id, opening.router_epoch))
 
     async def close_session(self, session_id: SessionId) -> None:
         if self.error is not None:
@@ -73,6 +73,7 @@ class Edge:
     host: SessionHost
     store: SessionStore
     now_s: list[float]  # one number: what the host's clock says
+    idle: list[bool]  # what the host said of itself since the first session
 
     async def until(self, condition) -> None:
         async with asyncio.timeout(5):
@@ -99,14 +100,19 @@ class GatedRunner(ScriptedRunner):
 async def serving() -> AsyncIterator[Edge]:
     runner, authority = GatedRunner(), Authority()
     store = SessionStore(lambda session_id: Session(session_id, 8, LIMITS, runner), timeout_s=30)
-    now_s = [0.0]
-    host = SessionHost(store, authority, clock=lambda: now_s[0])
+    now_s, idle = [0.0], []
+
+    async def on_idle(is_idle: bool) -> None:
+        if authority.opened:
+            idle.append(is_idle)
+
+    host = SessionHost(store, authority, clock=lambda: now_s[0], on_idle=on_idle)
     servicer = ExecutorServicer()
     server = await start_executor_server("127.0.0.1:0", servicer, enable_reflection=False)
     house = asyncio.create_task(host.keep_house(0.01))
     async with rpc.open_channel(f"127.0.0.1:{server.port}") as channel:
         servicer.begin(host, DESCRIPTION)
-        edge = Edge(executor_pb2_grpc.ExecutorServiceStub(channel), authority, runner, host, store, now_s)
+        edge = Edge(executor_pb2_grpc.ExecutorServiceStub(channel), authority, runner, host, store, now_s, idle)
         yield edge
         runner.gate.set()
     await server.server.stop(0)
@@ -140,6 +146,7 @@ async def opened(edge: Edge, **fields: object):
 
 async def test_info_says_everything():
     async with serving() as edge:
+        await edge.host.drain()
         info = await edge.stub.GetExecutorInfo(pb.GetExecutorInfoRequest())
     assert not [
         name for name, _ in pb.GetExecutorInfoResponse.DESCRIPTOR.fields_by_name.items() if not getattr(info, name)
@@ -332,8 +339,31 @@ async def test_drain_refuses_fresh_sessions_and_counts_live_ones():
         error = rpc.error_of_call(caught.value)
         assert (error.code, error.reason) == (Code.UNAVAILABLE, "DRAINING")
         await call.write(first_step())
+        assert (await call.read()).WhichOneof("message") == "draining"
         assert list((await call.read()).result.token_ids) == [12]
-        call.cancel()
+        again, _ = await opened(edge, takeover=True)  # who was here before may come back: it found no other
+        assert (await again.read()).WhichOneof("message") == "draining"
+        await edge.host.take_again()
+        other, _ = await opened(edge, router="other")
+        for each in (call, again, other):
+            each.cancel()
+
+
+async def test_a_router_that_leaves_gets_the_results_of_its_last_steps():
+    """Close behind steps on their way: they run, their outcomes come, and only then the session is over."""
+    async with serving() as edge:
+        call, _ = await opened(edge)
+        edge.runner.gate.clear()
+        await call.write(first_step())
+        await call.write(next_step(2))
+        await call.write(pb.SessionRequest(close=pb.Close()))
+        await edge.until(lambda: edge.runner.num_begun == 1)
+        assert not edge.authority.closed
+        edge.runner.gate.set()
+        assert [(await call.read()).result.step_id for _ in range(2)] == [1, 2]
+        assert await call.read() is grpc.aio.EOF
+        await edge.until(lambda: edge.idle[-1:] == [True])
+        assert edge.authority.closed == [1]
 
 
 async def test_before_the_model_is_there_calls_are_told_to_come_back():

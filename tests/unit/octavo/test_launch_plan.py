@@ -21,18 +21,23 @@ def serve(**values) -> list:
 
 
 def test_serve_is_three_stages_joined_by_private_sockets():
-    [[cache], [executor], [router]] = serve()
+    [[cache], [executor, reserve], [router]] = serve()
     assert cache.argv[1:3] == ("-m", "cache_service")
     assert "--listen=unix:/run/cache-service.sock" in cache.argv
     assert "--cache-service=unix:/run/cache-service.sock" in executor.argv
-    assert "--executor=unix:/run/executor.sock" in router.argv
+    assert "--executor=unix:/run/executor-0.sock" in router.argv
+    assert '--spare-executors=["unix:/run/executor-1.sock"]' in router.argv
+    assert (executor.name, executor.is_reserve, reserve.name, reserve.is_reserve) == (
+        *("executor", False),
+        *("executor-1", True),
+    )
     assert not any(argument.startswith("--listen") for argument in router.argv)  # its default is the public address
     assert (router.address, router.health_service) == ("127.0.0.1:7700", "octavo.v1.InferenceService")
 
 
 def test_whatever_dies_is_restarted():
     stages = [*serve(max_restarts=7), *plan_engine(EngineConfig(max_restarts=7), socket_of)]
-    assert [child.restart for stage in stages for child in stage] == [RestartPolicy(7)] * 5
+    assert [child.restart for stage in stages for child in stage] == [RestartPolicy(7)] * 7
 
 
 def test_grace_before_sigkill_is_longer_than_the_processs_own():
@@ -52,7 +57,7 @@ def test_a_trace_is_the_routers():
 
 
 def test_address_that_was_chosen_is_used_and_connected_to():
-    [[cache], [executor], _] = serve(cache_service={"listen": "0.0.0.0:7801"})
+    [[cache], [executor, _], _] = serve(cache_service={"listen": "0.0.0.0:7801"})
     assert "--listen=0.0.0.0:7801" in cache.argv
     assert "--cache-service=127.0.0.1:7801" in executor.argv
 
@@ -64,6 +69,7 @@ def test_address_that_was_chosen_is_used_and_connected_to():
         ("executor", "executor_id"),
         ("router", "cache_service"),
         ("router", "executor"),
+        ("router", "spare_executors"),
     ],
 )
 def test_where_processes_connect_cannot_be_set(section, name):
@@ -79,12 +85,31 @@ def test_port_that_nobody_could_know_is_refused():
 def test_engine_numbers_its_executors():
     [[cache], executors] = plan_engine(EngineConfig.model_validate({"executors": 2, "model": "m"}), socket_of)
     assert cache.address == "127.0.0.1:7701"
-    assert [spec.name for spec in executors] == ["executor-0", "executor-1"]
-    assert [spec.address for spec in executors] == ["127.0.0.1:7702", "127.0.0.1:7703"]
+    assert [spec.name for spec in executors if not spec.is_reserve] == ["executor-0", "executor-1"]
+    assert [spec.address for spec in executors if not spec.is_reserve] == ["127.0.0.1:7702", "127.0.0.1:7703"]
+    assert [(spec.name, spec.pool) for spec in executors if spec.is_reserve] == [
+        *(("executor-2", "engine-0"), ("executor-3", "engine-1")),
+    ]
     assert {"--listen=127.0.0.1:7703", "--metrics-listen=127.0.0.1:9703", "--executor-id=executor-1"} <= set(
         executors[1].argv
     )
     assert all("--model=m" in spec.argv for spec in executors)
+
+
+def test_spares_are_executors_that_the_router_knows_of():
+    [_, executors, [router]] = serve(spare_executors=2, executor={"listen": "127.0.0.1:7710"})
+    assert [(spec.name, spec.is_reserve) for spec in executors] == [(f"executor-{place}", False) for place in range(3)]
+    assert "--executor=127.0.0.1:7710" in router.argv
+    assert '--spare-executors=["127.0.0.1:7711", "127.0.0.1:7712"]' in router.argv
+    assert {"--metrics-listen=127.0.0.1:9704", "--executor-id=executor-2"} <= set(executors[2].argv)
+
+
+def test_spares_of_engines_listen_behind_all_that_serve_at_first():
+    [_, executors] = plan_engine(EngineConfig(executors=2, spare_executors=1), socket_of)
+    assert [(spec.address[-4:], spec.pool) for spec in executors] == [
+        *(("7702", "engine-0"), ("7703", "engine-1"), ("7704", "engine-0"), ("7705", "engine-1")),
+    ]
+    assert not any(spec.is_reserve for spec in executors)
 
 
 def test_command_line_says_the_same_as_the_options():
@@ -157,15 +182,15 @@ def test_restarts_wait_longer_each_time_and_end():
 def test_processes_that_speak_tls_are_asked_for_health_on_a_private_socket():
     files = {f"internal_tls_{name}": f"/tls/{name}.pem" for name in ("certificate", "key", "ca")}
     config = {"executors": 2, "cache_service": files, "executor": files}
-    [[cache], [first, second]] = plan_engine(EngineConfig.model_validate(config), socket_of)
+    [[cache], [first, second, *_]] = plan_engine(EngineConfig.model_validate(config), socket_of)
     assert (cache.address, first.address, second.address) == tuple(
-        f"unix:/run/{name}.sock" for name in ("cache-health", "health-0", "health-1")
+        f"unix:/run/{name}.sock" for name in ("cache-health", "executor-health-0", "executor-health-1")
     )
-    assert "--health-listen=unix:/run/health-1.sock" in second.argv
+    assert "--health-listen=unix:/run/executor-health-1.sock" in second.argv
     assert "--internal-tls-key=/tls/key.pem" in second.argv
-    [_, [executor], [router]] = serve(router={"tls_certificate": "/tls/c.pem", "tls_key": "/tls/k.pem"})
+    [_, [executor, _], [router]] = serve(router={"tls_certificate": "/tls/c.pem", "tls_key": "/tls/k.pem"})
     assert router.address == "unix:/run/router-health.sock"
-    assert executor.address == "unix:/run/executor.sock"
+    assert executor.address == "unix:/run/executor-0.sock"
 
 
 def test_where_health_is_answered_by_choice_it_is_asked():
@@ -173,5 +198,5 @@ def test_where_health_is_answered_by_choice_it_is_asked():
     assert router.address == "127.0.0.1:7790"
     assert "--health-listen=0.0.0.0:7790" in router.argv
     config = EngineConfig.model_validate({"executors": 2, "executor": {"health_listen": "127.0.0.1:7790"}})
-    [_, [first, second]] = plan_engine(config, socket_of)
+    [_, [first, second, *_]] = plan_engine(config, socket_of)
     assert (first.address, second.address) == ("127.0.0.1:7790", "127.0.0.1:7791")
