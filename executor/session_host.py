@@ -130,15 +130,15 @@ class SessionHost:
         """For ever: end what is over, and report every end until the authority has heard it."""
         while True:
             self._wake.clear()
-            is_reported = False
+            is_idle = False
             try:
                 await self._run(self._store.expire, self._clock())
                 await self._end_orphans()
                 await self._report_ended()
-                is_reported = True
+                is_idle = await self._run(lambda: self._store.is_idle)
             except OctavoError as error:
                 self._on_authority_lost(error)
-            await self._on_idle(is_reported and not self._store.num_sessions)
+            await self._on_idle(is_idle)
             try:
                 await asyncio.wait_for(self._wake.wait(), interval_s)
             except TimeoutError:

@@ -68,6 +68,11 @@ class SessionStore:
         return len(self._held)
 
     @property
+    def is_idle(self) -> bool:
+        """No session is held, and of none that was, the end has still to be taken."""
+        return not self._held and not self._ended
+
+    @property
     def num_rows(self) -> int:
         """Rows in the slots of all sessions."""
         return sum(held.session.num_rows for held in list(self._held.values()))
