@@ -13,6 +13,7 @@ from functools import partial
 from cache_service.arena import create_arena, reclaim_stale
 from cache_service.config import CacheServiceConfig
 from cache_service.device_arena import create_device_arena
+from cache_service.eviction import POLICIES, Eviction
 from cache_service.expiry import Expiry
 from cache_service.geometry import KvGeometry
 from cache_service.inheritance import inherit
@@ -94,7 +95,7 @@ async def running(
         OSError, ValueError: an address is taken, not ours, or none; or TLS files cannot be used.
     """
     tls = internal_tls(config)
-    service = service or CacheService()
+    service = service or CacheService(eviction=Eviction(POLICIES[config.eviction], config.tenant_weights))
     servicer = BlockManagerServicer(
         service, config, outside.make_arena, outside.watch_process, outside.clock, outside.tracing
     )

@@ -53,6 +53,7 @@ class Claims:
             snapshot.token_ids[:],
             list(snapshot.block_ids),
             snapshot.extras.encode(),
+            snapshot.extras.tenant,
             bypass_cache=snapshot.bypass_cache,
         )
         sequence.num_computed = snapshot.num_computed_tokens

@@ -1,6 +1,6 @@
 """The options of the cache service, their ranges and defaults. Light: the launcher imports it."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -33,6 +33,16 @@ class CacheServiceConfig(BaseModel):
         "", description="PEM file with the CA that the other side's certificate must come from"
     )
 
+    eviction: Literal["lru", "reuse"] = Field(
+        "lru",
+        description="which cached block of a tenant goes first: the least recently used, or the one that was hit least "
+        "often, hits growing old",
+    )
+    tenant_weights: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        {},
+        description="shares of the cache by tenant, against each other, as a JSON object or a table; a tenant that is "
+        "not named has 1",
+    )
     shared_memory_dir: str = Field("/dev/shm", description="memory file system that arenas are made in")
     default_lease_ttl_s: float = Field(
         30.0, gt=0, description="seconds of silence that end a lease which asks for none"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from cache_service import refusal
 from cache_service.block import BlockId
+from cache_service.eviction import Eviction, TenantBlocks
 from cache_service.fence import FenceBook, SessionKey, SessionStep
 from cache_service.ledger import Ledger
 from cache_service.operation import (
@@ -61,6 +62,7 @@ class BlockManager:
     Args:
         hash_function: of the prefix keys; answers are right with any function, fast with a good one.
         ledger: where it is recorded which blocks hold what; None: nowhere.
+        eviction: which cached block goes when none is free.
     """
 
     def __init__(
@@ -69,12 +71,13 @@ class BlockManager:
         block_size: int,
         hash_function: HashFunction = blake2b_key,
         ledger: Ledger | None = None,
+        eviction: Eviction = Eviction(),  # noqa: B008 - frozen
     ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size is {block_size}: at least 1 token")
         self.block_size = block_size
         self._index = PrefixIndex(num_blocks, block_size, hash_function, ledger)
-        self._pool = BlockPool(num_blocks, self._index)
+        self._pool = BlockPool(num_blocks, self._index, eviction)
         self._fences = FenceBook()
         self._sequences: dict[SequenceKey, Sequence] = {}
         self._queried_tokens = 0
@@ -93,6 +96,10 @@ class BlockManager:
     @property
     def block_times(self) -> BlockTimes:
         return self._pool.times
+
+    def tenants(self) -> list[TenantBlocks]:
+        """Who has blocks. To be read, from any thread."""
+        return self._pool.tenants()
 
     # ------------------------------------------------------------------------------------------------ allocate, extend
 
@@ -128,15 +135,16 @@ class BlockManager:
         num_available = self._pool.num_available - self._pool.num_cached_among(hits)
         if num_new > num_available:
             raise self._no_blocks(num_new, num_available)
-        self._pool.pin(hits, now)
-        block_ids = hits + self._pool.take(num_new, now)
+        tenant = allocation.extras.tenant
+        self._pool.pin(hits, now, tenant)
+        block_ids = hits + self._pool.take(num_new, now, tenant)
         self._sequences[key] = sequence = Sequence(
-            allocation.token_ids[:], block_ids, extras, bypass_cache=allocation.bypass_cache
+            allocation.token_ids[:], block_ids, extras, tenant, bypass_cache=allocation.bypass_cache
         )
         sequence.num_findable = len(hits)
         sequence.num_computed = len(hits) * self.block_size
         sequence.tip = chain[-1] if chain else None
-        self._count_lookup(allocation, sequence.num_computed)
+        self._count_lookup(allocation, chain)
         return Allocated(tuple(block_ids), sequence.num_computed)
 
     def _check_allocation(self, key: SequenceKey, allocation: Allocation) -> None:
@@ -161,14 +169,16 @@ class BlockManager:
                     return block
         return blocks[-1]
 
-    def _count_lookup(self, allocation: Allocation, num_hit: int) -> None:
+    def _count_lookup(self, allocation: Allocation, chain: list[PrefixNode]) -> None:
+        for node in chain:
+            node.num_hits += 1
         if not allocation.bypass_cache:
             self._queried_tokens += len(allocation.token_ids)
-            self._hit_tokens += num_hit
+            self._hit_tokens += len(chain) * self.block_size
 
     def _add_slack(self, lease_id: LeaseId, allocation: Allocation, answer: Allocated, now: float) -> Allocated:
         num_slack = min(allocation.slack_blocks, self._pool.num_available)
-        slack = self._pool.take(num_slack, now)
+        slack = self._pool.take(num_slack, now, allocation.extras.tenant)
         self._sequences[SequenceKey(lease_id, allocation.sequence_id)].block_ids.extend(slack)
         return Allocated((*answer.block_ids, *slack), answer.num_cached_tokens)
 
@@ -191,7 +201,8 @@ class BlockManager:
                 sequence = self._find(lease_id, extension.sequence_id)
                 num_wanted = extension.want_blocks - len(sequence.block_ids)
                 if num_wanted > 0 and self._pool.num_available:
-                    sequence.block_ids += self._pool.take(min(num_wanted, self._pool.num_available), now)
+                    num_wanted = min(num_wanted, self._pool.num_available)
+                    sequence.block_ids += self._pool.take(num_wanted, now, sequence.tenant)
                     answers[position] = Extended(tuple(sequence.block_ids[extension.have_blocks :]))
         return answers
 
@@ -214,7 +225,7 @@ class BlockManager:
             return
         if num_new > self._pool.num_available:
             raise self._no_blocks(num_new, self._pool.num_available)
-        sequence.block_ids += self._pool.take(num_new, now)
+        sequence.block_ids += self._pool.take(num_new, now, sequence.tenant)
 
     # --------------------------------------------------------------------------------------------------- commit, fork
 
@@ -263,13 +274,13 @@ class BlockManager:
         if num_copies > self._pool.num_available:
             raise self._no_blocks(num_copies, self._pool.num_available)
         shared = parent.block_ids[:num_full]
-        self._pool.pin(shared * num_children, now)
+        self._pool.pin(shared * num_children, now, parent.tenant)
         copies: list[tuple[BlockId, BlockId]] = []
         if num_partial:
             # A parent that is itself still to be filled by a copy has nothing to copy from but its own source.
             source = parent.block_ids[num_full] if parent.copy_source is None else parent.copy_source
-            self._pool.pin([source] * num_children, now)
-            copies = [(source, target) for target in self._pool.take(num_copies, now)]
+            self._pool.pin([source] * num_children, now, parent.tenant)
+            copies = [(source, target) for target in self._pool.take(num_copies, now, parent.tenant)]
         tables = [[*shared, *(target for _, target in copies[i : i + 1])] for i in range(num_children)]
         for i, child_id in enumerate(fork.child_sequence_ids):
             source_of_child = copies[i][0] if copies else None
@@ -373,7 +384,7 @@ class BlockManager:
 
 def _child_of(parent: Sequence, block_ids: list[BlockId], copy_source: BlockId | None) -> Sequence:
     computed = parent.tokens[: parent.num_computed]
-    child = Sequence(computed, block_ids, parent.extras, bypass_cache=parent.bypass_cache)
+    child = Sequence(computed, block_ids, parent.extras, parent.tenant, bypass_cache=parent.bypass_cache)
     child.num_computed = parent.num_computed
     child.num_findable = parent.num_findable
     child.tip = parent.tip

@@ -14,6 +14,8 @@ from cache_service.registry import Executor
 from cache_service.service import CacheService
 from cache_service.times import DurationHistogram
 
+MAX_TENANT_LABELS = 100
+OTHER_TENANTS = "other"
 STATES = ("free", "cached", "used", "fenced", "reserved")
 
 
@@ -41,6 +43,7 @@ class CacheServiceCollector(Collector):
         yield GaugeMetricFamily("octavo_kv_leases", "Live leases.", value=self._service.num_leases)
         yield from _executors(self._service.executors())
         yield _sequences(arenas)
+        yield _tenants(arenas)
         yield _config_info(arenas)
         yield from _counters(arenas)
         yield from _histograms(arenas)
@@ -77,6 +80,27 @@ def _sequences(arenas: list[ManagedArena]) -> Metric:
     family = GaugeMetricFamily("octavo_kv_sequences", "Sequences that hold blocks.", labels=["arena"])
     for arena in arenas:
         family.add_metric([_name(arena)], arena.manager.num_sequences)
+    return family
+
+
+def _tenants(arenas: list[ManagedArena]) -> Metric:
+    """Tenants with most blocks by name, all others as one."""
+    family = GaugeMetricFamily(
+        "octavo_kv_tenant_blocks",
+        "KV blocks by tenant (empty: requests without one): cached ones, and those in use or fenced.",
+        labels=["arena", "tenant", "state"],
+    )
+    for arena in arenas:
+        tenants = sorted(arena.manager.tenants(), key=lambda tenant: tenant.num_held, reverse=True)
+        counts: dict[str, tuple[int, int]] = {}  # label -> (cached, others)
+        for place, tenant in enumerate(tenants):
+            label = (tenant.name or "") if place < MAX_TENANT_LABELS else OTHER_TENANTS
+            num_cached, num_other = counts.get(label, (0, 0))
+            cached = len(tenant.cached)
+            counts[label] = (num_cached + cached, num_other + tenant.num_held - cached)
+        for label, (num_cached, num_other) in counts.items():
+            family.add_metric([_name(arena), label, "cached"], num_cached)
+            family.add_metric([_name(arena), label, "in_use"], num_other)
     return family
 
 

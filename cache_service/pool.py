@@ -1,13 +1,14 @@
-"""The pool: which blocks are free, cached, used or fenced, and which cached one goes first.
+"""The pool: which blocks are free, cached, used or fenced, and whose they are.
 
-Owns the counts per block and the two lists (a stack of free blocks, an intrusive doubly linked list of cached ones in
-the order of their last use). Every operation is O(1) per block it names, whatever the pool's size.
-Not here: sequences, leases, steps; it only counts owners and fences.
+Owns the counts per block, the stack of free blocks and each tenant's cached ones. No operation slows down with the size
+of the pool. Not here: sequences, leases, steps (it only counts owners and fences); which cached block goes next
+(eviction).
 """
 
 from collections.abc import Sequence
 
 from cache_service.block import RESERVED_BLOCK, BlockId, BlockState, OwnershipError
+from cache_service.eviction import Eviction, TenantBlocks, Tenants
 from cache_service.prefix import PrefixIndex
 from cache_service.times import BlockTimes
 
@@ -19,7 +20,7 @@ class BlockPool:
     else free.
     """
 
-    def __init__(self, num_blocks: int, index: PrefixIndex) -> None:
+    def __init__(self, num_blocks: int, index: PrefixIndex, eviction: Eviction = Eviction()) -> None:  # noqa: B008
         if num_blocks < 2:
             raise ValueError(f"num_blocks is {num_blocks}: at least 2, of which block 0 is reserved")
         self.num_blocks = num_blocks
@@ -32,10 +33,9 @@ class BlockPool:
         self._owners = [0] * num_blocks  # block id -> block tables (and copies to come) that name it
         self._fences = [0] * num_blocks  # block id -> fences around it
         self._free = [BlockId(block) for block in range(num_blocks - 1, 0, -1)]  # a stack, low ids on top
-        # The linked list of cached blocks, least recently used first; its two ends meet in a sentinel.
-        self._sentinel = num_blocks
-        self._older = [num_blocks] * (num_blocks + 1)
-        self._newer = [num_blocks] * (num_blocks + 1)
+        self._tenants = Tenants(eviction)
+        # Block id -> whose it is: of a used or cached block always known, of a fenced one unless it was taken over.
+        self._tenant_of: list[TenantBlocks | None] = [None] * num_blocks
 
     @property
     def num_free(self) -> int:
@@ -71,27 +71,30 @@ class BlockPool:
 
     # ------------------------------------------------------------------------------------------------ taking, pinning
 
-    def take(self, num_blocks: int, now: float) -> list[BlockId]:
-        """Hand out blocks with one owner each: free ones first, then the least recently used cached ones.
+    def take(self, num_blocks: int, now: float, tenant: str | None = None) -> list[BlockId]:
+        """Hand out blocks with one owner each to a tenant: free ones first, then cached ones.
 
         Raises:
             OwnershipError: more than `num_available`; nothing changed.
         """
         if num_blocks > self.num_available:
             raise OwnershipError(f"{num_blocks} blocks of {self.num_available} available")
-        free = self._free
+        if not num_blocks:
+            return []
+        free, owners, born_at, tenant_of = self._free, self._owners, self.times.born_at, self._tenant_of
+        holder = self._tenants.hold(tenant, num_blocks)  # first: what it is about to have counts for who gives
         while len(free) < num_blocks:
             self._evict(now)
-        owners, born_at = self._owners, self.times.born_at
         taken = [free.pop() for _ in range(num_blocks)]
         for block in taken:
             owners[block] = 1
             born_at[block] = now
+            tenant_of[block] = holder
         self.num_taken += num_blocks
         return taken
 
-    def pin(self, blocks: Sequence[BlockId], now: float) -> None:
-        """One more owner for each block; a cached or fenced one becomes used.
+    def pin(self, blocks: Sequence[BlockId], now: float, tenant: str | None = None) -> None:
+        """One more owner for each block, all of this tenant; a cached or fenced one becomes used.
 
         Raises:
             OwnershipError: a block is free or reserved; nothing changed.
@@ -102,14 +105,19 @@ class BlockPool:
                 raise OwnershipError(f"block {block} is {self.state_of(block).value} and cannot be pinned")
         for block in blocks:
             if not owners[block]:
-                self._leave_idle(block, now)
+                self._leave_idle(block, now, tenant)
             owners[block] += 1
 
-    def _leave_idle(self, block: BlockId, now: float) -> None:
+    def _leave_idle(self, block: BlockId, now: float, tenant: str | None) -> None:
+        holder = self._tenant_of[block]
         if self._fences[block]:
             self.num_fenced -= 1
+            if holder is None:
+                self._tenant_of[block] = self._tenants.hold(tenant, 1)
             return
-        self._unlink(block)
+        assert holder is not None, "somebody's cached block"
+        holder.cached.remove(block)
+        self.num_cached -= 1
         self.times.reused(block, now)
 
     # ------------------------------------------------------------------------------------------------ giving back
@@ -155,10 +163,20 @@ class BlockPool:
         self.times.last_used_at[block] = now
         if self._fences[block]:
             self.num_fenced += 1
-        elif self._index.node_of[block] is None:
-            self._free.append(block)
+        elif (node := self._index.node_of[block]) is None:
+            self._set_free(block)
         else:
-            self._link_newest(block)
+            holder = self._tenant_of[block]
+            if holder is None:
+                holder = self._tenant_of[block] = self._tenants.hold(node.tenant(), 1)
+            holder.cached.add(block, node.num_hits)
+            self.num_cached += 1
+
+    def _set_free(self, block: BlockId) -> None:
+        holder, self._tenant_of[block] = self._tenant_of[block], None
+        if holder is not None:
+            self._tenants.drop(holder)
+        self._free.append(block)
 
     def fence_all(self) -> list[BlockId]:
         """In a pool of which nothing was handed out: one fence around every block, which is then of unknown use.
@@ -172,36 +190,23 @@ class BlockPool:
         self.num_fenced = len(blocks)
         return blocks
 
-    # ------------------------------------------------------------------------------------------------ eviction order
+    # ------------------------------------------------------------------------------------------------------- eviction
 
     def _evict(self, now: float) -> None:
-        block = BlockId(self._newer[self._sentinel])
-        self._unlink(block)
+        block = self._tenants.next_to_give().cached.pop()
+        self.num_cached -= 1
         self.times.evicted(block, now)
         self._index.forget(block)
-        self._free.append(block)
+        self._set_free(block)
         self.num_evicted += 1
 
-    def _link_newest(self, block: BlockId) -> None:
-        older, newer, sentinel = self._older, self._newer, self._sentinel
-        newest = older[sentinel]
-        newer[newest] = older[sentinel] = block
-        older[block], newer[block] = newest, sentinel
-        self.num_cached += 1
-
-    def _unlink(self, block: BlockId) -> None:
-        older, newer = self._older[block], self._newer[block]
-        self._newer[older], self._older[newer] = newer, older
-        self.num_cached -= 1
+    def tenants(self) -> list[TenantBlocks]:
+        """Who has blocks. To be read, from any thread."""
+        return list(self._tenants)
 
     def eviction_order(self) -> list[BlockId]:
-        """Cached blocks, the next to go first. For the self-check and tests."""
-        order: list[BlockId] = []
-        block = self._newer[self._sentinel]
-        while block != self._sentinel and len(order) <= self.num_blocks:
-            order.append(BlockId(block))
-            block = self._newer[block]
-        return order
+        """Cached blocks of each tenant, the next to go first. For the self-check and tests."""
+        return [block for tenant in self._tenants for block in tenant.cached]
 
     # ------------------------------------------------------------------------------------------------- self-check
 
@@ -222,7 +227,24 @@ class BlockPool:
         found.extend(_list_violations("free", self._free, members[BlockState.FREE], self.num_free))
         found.extend(_list_violations("cached", order, members[BlockState.CACHED], self.num_cached))
         found.extend(self._count_violations(members))
+        found.extend(self._tenant_violations(members))
         return found
+
+    def _tenant_violations(self, members: dict[BlockState, set[BlockId]]) -> list[str]:
+        found: list[str] = []
+        for tenant in self._tenants:
+            num_held = sum(holder is tenant for holder in self._tenant_of)
+            if num_held != tenant.num_held:
+                found.append(f"tenant {tenant.name!r} counts {tenant.num_held} blocks and has {num_held}")
+            found += [
+                f"block {block} is cached for {tenant.name!r} and not its own"
+                for block in tenant.cached
+                if self._tenant_of[block] is not tenant
+            ]
+        held = members[BlockState.USED] | members[BlockState.CACHED]
+        found += [f"block {block} is nobody's" for block in sorted(held) if self._tenant_of[block] is None]
+        kept = [block for block in self._free if self._tenant_of[block] is not None]
+        return found + [f"block {block} is free and somebody's" for block in kept]
 
     def _count_violations(self, members: dict[BlockState, set[BlockId]]) -> list[str]:
         counts = {

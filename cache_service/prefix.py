@@ -56,6 +56,20 @@ class Extras(NamedTuple):
         return b"".join(parts)
 
 
+_TENANT_TAG = 4
+
+
+def tenant_of(encoded: bytes) -> str | None:
+    """The tenant in encoded extras; bytes that are no extras have none."""
+    position = len(_ROOT_PREFIX)
+    while position < len(encoded):
+        tag, length = encoded[position], int.from_bytes(encoded[position + 1 : position + 5], "little")
+        position += 5 + length
+        if tag == _TENANT_TAG:
+            return encoded[position - length : position].decode()
+    return None
+
+
 def _tagged(tag: int, value: bytes) -> bytes:
     return bytes((tag,)) + len(value).to_bytes(4, "little") + value
 
@@ -63,7 +77,7 @@ def _tagged(tag: int, value: bytes) -> bytes:
 class PrefixNode:
     """One block of tokens after one history. A root stands for extras alone: no tokens, no blocks."""
 
-    __slots__ = ("blocks", "key", "next_of_key", "num_children", "parent", "serial", "tokens")
+    __slots__ = ("blocks", "key", "next_of_key", "num_children", "num_hits", "parent", "serial", "tokens")
 
     def __init__(self, key: bytes, parent: "PrefixNode | None", tokens: bytes, serial: int) -> None:
         self.key = key
@@ -72,7 +86,15 @@ class PrefixNode:
         self.tokens = tokens  # packed token ids of the block; a root: the encoded extras
         self.blocks: list[BlockId] = []  # twins, oldest first
         self.num_children = 0
+        self.num_hits = 0  # allocations that began with it
         self.next_of_key: PrefixNode | None = None  # another node with the same key
+
+    def tenant(self) -> str | None:
+        """Whose it is, by the extras of its root. O(depth)."""
+        node = self
+        while node.parent is not None:
+            node = node.parent
+        return tenant_of(node.tokens)
 
 
 class PrefixIndex:

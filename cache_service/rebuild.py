@@ -91,7 +91,7 @@ class Rebuild:
         return answers
 
     def _take_back(self, key: SequenceKey, sequence: Sequence, now: float) -> None:
-        self._pool.pin(sequence.owned_blocks(), now)
+        self._pool.pin(sequence.owned_blocks(), now, sequence.tenant)
         self._sequences[key] = sequence
         if not sequence.bypass_cache:
             sequence.make_findable(self._index, sequence.num_computed // self._block_size, self._block_size)

@@ -19,12 +19,31 @@ from octavo.errors import FieldViolation, OctavoError, invalid_argument
 class Sequence:
     """One block table and what is known of its content. Owned and changed by the manager alone."""
 
-    __slots__ = ("block_ids", "bypass_cache", "copy_source", "extras", "num_computed", "num_findable", "tip", "tokens")
+    __slots__ = (
+        "block_ids",
+        "bypass_cache",
+        "copy_source",
+        "extras",
+        "num_computed",
+        "num_findable",
+        "tenant",
+        "tip",
+        "tokens",
+    )
 
-    def __init__(self, tokens: "array[int]", block_ids: list[BlockId], extras: bytes, *, bypass_cache: bool) -> None:
+    def __init__(
+        self,
+        tokens: "array[int]",
+        block_ids: list[BlockId],
+        extras: bytes,
+        tenant: str | None,
+        *,
+        bypass_cache: bool,
+    ) -> None:
         self.tokens = tokens  # [num_known] uint32
         self.block_ids = block_ids  # position // block_size -> block
         self.extras = extras  # encoded
+        self.tenant = tenant  # that of the extras
         self.bypass_cache = bypass_cache
         self.num_computed = 0  # tokens with KV
         self.num_findable = 0  # leading blocks in the prefix index

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from cache_service import refusal, succession
+from cache_service.eviction import Eviction
 from cache_service.fence import END_OF_SESSION, SessionKey, SessionStep
 from cache_service.lease import Lease, LeaseBook
 from cache_service.lease_operations import LeaseOperations
@@ -30,8 +31,9 @@ Answer = TypeVar("Answer")
 class CacheService:
     """The one owner and mutator of everything that the cache service knows."""
 
-    def __init__(self, hash_function: HashFunction = blake2b_key) -> None:
+    def __init__(self, hash_function: HashFunction = blake2b_key, eviction: Eviction = Eviction()) -> None:  # noqa: B008
         self._hash_function = hash_function
+        self._eviction = eviction
         self._arenas = Arenas()
         self._registry = ExecutorRegistry()
         self._leases = LeaseBook()
@@ -166,7 +168,9 @@ class CacheService:
 
     def _manage(self, memory: ArenaMemory, *, is_inherited: bool) -> ManagedArena:
         about = memory.description
-        manager = BlockManager(about.num_blocks, about.geometry.block_size, self._hash_function, memory.ledger)
+        manager = BlockManager(
+            about.num_blocks, about.geometry.block_size, self._hash_function, memory.ledger, self._eviction
+        )
         arena = ManagedArena(memory, manager, is_inherited)
         self._arenas.add(arena)
         return arena

@@ -53,6 +53,18 @@ _SHARES = Row(
             maximum=1,
         ),
         Panel(
+            "Blocks of the KV cache",
+            "short",
+            [
+                Query(
+                    f"sum by (tenant, state) (octavo_kv_tenant_blocks{{{_BY_TENANT}}})",
+                    "{{tenant}} {{state}}",
+                )
+            ],
+            "Cached ones go first from the tenant that has most blocks for its weight.",
+            is_stacked=True,
+        ),
+        Panel(
             "Tokens by kind",
             "short",
             [Query(_tokens(".*", by="kind"), "{{kind}}")],

@@ -13,7 +13,16 @@ from cache_service.journal import JOURNAL_BYTES, ExecutorEntry, Journal, Journal
 from cache_service.ledger import BufferLedger, Record, ledger_bytes, record_bytes
 from cache_service.operation import SequenceId, SequenceSnapshot
 from octavo.errors import Code, OctavoError
-from tests.property.cache_service.cache_drivers import ARENA, DRIVERS, HASHES, TTL_S, CacheDriver, FakeMemory, tokens
+from tests.property.cache_service.cache_drivers import (
+    ARENA,
+    DRIVERS,
+    HASHES,
+    LRU,
+    TTL_S,
+    CacheDriver,
+    FakeMemory,
+    tokens,
+)
 from tests.property.cache_service.cache_router import ScriptedRouter
 
 B = 4
@@ -23,7 +32,7 @@ NUM_BLOCKS = 9  # 8 usable
 @pytest.fixture(params=list(DRIVERS))
 def driver(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> Iterator[CacheDriver]:
     caplog.set_level(logging.CRITICAL)
-    made = DRIVERS[request.param](HASHES["constant"])
+    made = DRIVERS[request.param](HASHES["constant"], LRU)
     yield made
     made.close()
 

@@ -10,7 +10,7 @@ import pytest
 from cache_service.fence import SessionStep
 from cache_service.operation import Commit, SequenceId
 from octavo.errors import Code, OctavoError
-from tests.property.cache_service.cache_drivers import DRIVERS, HASHES, TTL_S, CacheDriver, Counts
+from tests.property.cache_service.cache_drivers import DRIVERS, HASHES, LRU, TTL_S, CacheDriver, Counts
 from tests.property.cache_service.cache_router import ScriptedRouter
 
 B = 4
@@ -24,7 +24,7 @@ def start(request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture) -> I
     drivers: list[CacheDriver] = []
 
     def begin(num_blocks: int) -> ScriptedRouter:
-        driver = DRIVERS[request.param](HASHES["three-bit"])
+        driver = DRIVERS[request.param](HASHES["three-bit"], LRU)
         drivers.append(driver)
         driver.executor_epoch = driver.register("e", num_blocks, B)  # type: ignore[attr-defined]
         return ScriptedRouter(driver)

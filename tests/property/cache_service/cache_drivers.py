@@ -14,6 +14,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from cache_service.app import Outside, running
 from cache_service.config import CacheServiceConfig
+from cache_service.eviction import POLICIES, Eviction
 from cache_service.fence import SessionKey, SessionStep
 from cache_service.geometry import ArenaDescription, KvGeometry, LayerGeometry, lay_out
 from cache_service.journal import JOURNAL_BYTES, Journal
@@ -44,6 +45,7 @@ from octavo.v1 import cache_pb2, cache_pb2_grpc
 ARENA = "cpu"
 FINGERPRINT = "model-1"
 TTL_S = 10.0
+LRU = Eviction(POLICIES["lru"])
 
 
 def constant_hash(message: bytes) -> bytes:
@@ -186,16 +188,16 @@ class CacheDriver(Protocol):
 class InProcessDriver:
     """The domain alone."""
 
-    def __init__(self, hash_function: HashFunction = blake2b_key) -> None:
+    def __init__(self, hash_function: HashFunction = blake2b_key, eviction: Eviction = LRU) -> None:
         self.clock = FakeClock()
-        self.service = CacheService(hash_function)
-        self._hash_function = hash_function
+        self._made_with = (hash_function, eviction)
+        self.service = CacheService(*self._made_with)
         self._processes: dict[str, FakeProcess] = {}
 
     def die(self, tear: Callable[[FakeMemory], None] = lambda memory: None) -> None:
         """Killed, and started again on what is left of its memory, after `tear` had its way with it."""
         memories = _heirs(self.service, tear)
-        self.service = CacheService(self._hash_function)
+        self.service = CacheService(*self._made_with)
         pids = {pid: process for pid, process in enumerate(self._processes.values(), 1) if process.alive}
         names = list(self._processes)
         for process in self._processes.values():
@@ -290,10 +292,10 @@ class InProcessDriver:
 class GrpcDriver:
     """A real server and a real client in one event loop, with fakes only outside of the process."""
 
-    def __init__(self, hash_function: HashFunction = blake2b_key) -> None:
+    def __init__(self, hash_function: HashFunction = blake2b_key, eviction: Eviction = LRU) -> None:
         self.clock = FakeClock()
-        self.service = CacheService(hash_function)
-        self._hash_function = hash_function
+        self._made_with = (hash_function, eviction)
+        self.service = CacheService(*self._made_with)
         self._processes: dict[int, FakeProcess] = {}
         self._pid_of: dict[str, int] = {}
         self._loop = asyncio.new_event_loop()
@@ -305,7 +307,7 @@ class GrpcDriver:
         for process in self._processes.values():
             process.on_death.clear()
         self._loop.run_until_complete(self._stop())
-        self.service = CacheService(self._hash_function)
+        self.service = CacheService(*self._made_with)
         self._loop.run_until_complete(self._start(memories))
 
     async def _start(self, memories: list[FakeMemory]) -> None:
@@ -552,7 +554,7 @@ def _heirs(service: CacheService, tear: Callable[[FakeMemory], None]) -> list[Fa
     return memories
 
 
-DRIVERS: dict[str, Callable[[HashFunction], CacheDriver]] = {
+DRIVERS: dict[str, Callable[[HashFunction, Eviction], CacheDriver]] = {
     "in process": InProcessDriver,
     "grpc": GrpcDriver,
 }

@@ -19,13 +19,17 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from cache_service.eviction import POLICIES, Eviction
 from tests.property.cache_service.cache_drivers import DRIVERS, HASHES, CacheDriver, FakeMemory
 from tests.property.cache_service.cache_world import CacheWorld, Client, Row, Session
 
 BLOCK_SIZE = 4
 PICK = st.integers(0, 1000)
 TOKEN = st.integers(0, 1)
-EXTRAS = st.sampled_from([{}, {}, {}, {"salt": "a"}, {"salt": ""}, {"adapter": "a"}])
+EXTRAS = st.sampled_from(
+    [{}, {}, {}, {"salt": "a"}, {"salt": ""}, {"adapter": "a"}, {"tenant": "a"}, {"tenant": "b", "salt": "a"}]
+)
+EVICTIONS = st.builds(Eviction, st.sampled_from(list(POLICIES.values())), st.sampled_from([{}, {"a": 3.0}]))
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +47,9 @@ class CacheMachine(RuleBasedStateMachine):
     world: CacheWorld
     driver: CacheDriver | None = None
 
-    @initialize(num_blocks=st.integers(6, 16))
-    def start(self, num_blocks: int) -> None:
-        self.driver = DRIVERS[self.driver_name](HASHES[self.hash_name])
+    @initialize(num_blocks=st.integers(6, 16), eviction=EVICTIONS)
+    def start(self, num_blocks: int, eviction: Eviction) -> None:
+        self.driver = DRIVERS[self.driver_name](HASHES[self.hash_name], eviction)
         self.world = CacheWorld(self.driver, num_blocks, BLOCK_SIZE)
 
     def teardown(self) -> None:

@@ -168,6 +168,8 @@ def test_metrics_are_those_of_the_state_at_the_scrape() -> None:
     for line in (
         'octavo_kv_blocks{arena="cpu",state="used"} 3.0',
         'octavo_kv_blocks{arena="cpu",state="reserved"} 1.0',
+        'octavo_kv_tenant_blocks{arena="cpu",state="in_use",tenant=""} 3.0',
+        'octavo_kv_tenant_blocks{arena="cpu",state="cached",tenant=""} 0.0',
         "octavo_kv_leases 1.0",
         "octavo_kv_executors 1.0",
         'octavo_prefix_cache_queries_total{arena="cpu"} 18.0',
