@@ -28,7 +28,7 @@ class RetryPolicy:
     refused_for_s: float = 30.0
     broken_for_s: float = 300.0
     first_pause_s: float = 0.2
-    max_pause_s: float = 5.0
+    max_pause_s: float = 2.0
 
     def __post_init__(self) -> None:
         for name in ("refused_for_s", "broken_for_s"):

@@ -1,7 +1,8 @@
 """Kills, stops and pauses the processes of `octavo serve` at random under streams of mixed requests, and judges them.
 
-Every accepted request must end with exactly the tokens of an undisturbed run. At the end every block must be free or
-cached, and `/dev/shm` as before. What is done follows from the seed; when it strikes depends on the machine.
+Every accepted request must end with exactly the tokens of an undisturbed run, or as its client asked: clients come back
+by themselves. At the end every block must be free or cached, no lease but the router's left, and `/dev/shm` as before.
+What is done follows from the seed; when it strikes depends on the machine.
 
     python -m tests.chaos.chaos --seconds 180 --seed 1
 """
@@ -13,243 +14,132 @@ import random
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from octavo import AsyncClient
-from octavo.errors import OctavoError
-from octavo.results import Delta, Started
-from octavo.rpc import open_channel
-from octavo.v1 import cache_pb2, cache_pb2_grpc
-from tests.tiny_models import save_tiny_llama
+from octavo import AsyncClient, RetryPolicy
+from tests.chaos.crowd import Crowd
+from tests.chaos.stack import ChaosStack
 
-START_S, RECOVERY_S, END_S = 300.0, 180.0, 120.0
-SILENCE_LIMIT_S = 5.0
-NOT_ACCEPTED = ("NO_EXECUTOR", "QUEUE_FULL", "UNAVAILABLE")
-MODULES = {"executor": "executor", "cache-service": "cache_service", "router": "router"}
+# A process has as long to start again; on a loaded machine that takes minutes.
+PATIENCE_S = 360.0
+NUM_REQUESTS = 40
+MOST_SEEDS = 1_000_000
+SHARE_OF_SINGLE_BLOWS = 0.75
 # (what, process, weight): killed and restarted; stopped for good, until the supervisor kills it; stopped for a moment.
 ACTIONS = (
     ("kill", "executor", 4),
     ("kill", "cache-service", 4),
+    ("kill", "router", 4),
     ("stop", "executor", 1),
     ("stop", "cache-service", 1),
+    ("stop", "router", 1),
     ("pause", "executor", 2),
     ("pause", "cache-service", 2),
-    ("pause", "router", 1),
+    ("pause", "router", 2),
 )
 
 
-@dataclass
-class Stack:
-    """A running `octavo serve` on private sockets."""
-
-    folder: Path
-    process: "subprocess.Popen[bytes] | None" = None
-
-    @property
-    def address(self) -> str:
-        return f"unix:{self.folder}/router.sock"
-
-    @property
-    def cache_address(self) -> str:
-        return f"unix:{self.folder}/cache.sock"
-
-    @property
-    def memory(self) -> Path:
-        return Path("/dev/shm") / f"octavo-chaos-{self.folder.name}"
-
-    def start(self) -> None:
-        self.memory.mkdir()
-        command = [sys.executable, "-m", "octavo.cli", "serve", f"--model={save_tiny_llama(self.folder / 'tiny')}"]
-        command += [f"--router.listen={self.address}", "--router.metrics-listen=", "--router.drain-accept-window-s=0"]
-        command += [f"--cache-service.listen={self.cache_address}", "--cache-service.metrics-listen="]
-        command += [f"--cache-service.shared-memory-dir={self.memory}", "--executor.metrics-listen="]
-        command += ["--executor.threads=1", "--executor.kv-memory-mib=8", "--executor.max-rows=64"]
-        command += ["--max-restarts=1000000", f"--silence-limit-s={SILENCE_LIMIT_S}"]
-        # On a loaded machine an executor may need longer to start than requests wait by default.
-        command += [f"--router.recovery-grace-s={RECOVERY_S * 2}"]
-        environment = {**os.environ, "XDG_RUNTIME_DIR": str(self.folder)}
-        with (self.folder / "log").open("wb") as log:
-            self.process = subprocess.Popen(command, stderr=log, env=environment)
-
-    @property
-    def log(self) -> str:
-        return (self.folder / "log").read_text("utf-8", "replace")
-
-    async def wait_for(self, text: str, times: int, within_s: float) -> None:
-        deadline = time.monotonic() + within_s
-        while self.log.count(text) < times:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{text!r} was not said {times} times:\n{self.log[-4000:]}")
-            await asyncio.sleep(0.1)
-
-    def pid_of(self, name: str) -> int:
-        """Of the child of this name, which is there."""
-        assert self.process is not None
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        module = f"\0-m\0{MODULES[name]}\0".encode()
-        [pid] = [int(pid) for pid in children if module in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        return pid
-
-
-@dataclass
+@dataclass(frozen=True)
 class Blow:
-    """One thing that was done."""
+    """One thing that was done, and the longest time that each stream under way waited for a token until the next."""
 
     what: str
     process: str
-    at: float
-    # Stream -> longest time without a token from here to the next blow, of those that were under way.
-    gaps_s: dict[int, float] = field(default_factory=dict)
+    waits_s: tuple[float, ...]
 
 
-@dataclass
-class Score:
-    blows: list[Blow] = field(default_factory=list)
-    num_whole: int = 0
-    num_not_accepted: int = 0
-    wrong: list[str] = field(default_factory=list)
+class Tormentor:
+    """Strikes the processes of a stack, and sees that each comes back before it is struck again.
 
+    Args:
+        dice: what is done.
+    """
 
-def requests_of(seed: int, count: int) -> list[dict[str, Any]]:
-    """Mixed requests: greedy and sampled, long and short prompts, several answers, with and without the cache."""
-    dice = random.Random(seed)
-    requests = []
-    for index in range(count):
-        length = dice.choice((3, 17, 40, 120))
-        request: dict[str, Any] = {"prompt": [1, *(dice.randrange(5, 261) for _ in range(length))]}
-        request |= {"max_tokens": dice.choice((20, 60, 150)), "ignore_eos": True, "temperature": 0.0}
-        if index % 3 == 1:
-            request |= {"temperature": 0.8, "seed": index, "top_k": 20}
-        if index % 5 == 2:
-            request |= {"n": 2, "temperature": 0.7, "seed": index}
-        if index % 7 == 3:
-            request["presence_penalty"] = 0.5
-        if index % 4 == 0:
-            request["bypass_cache"] = True
-        requests.append(request)
-    return requests
+    def __init__(self, stack: ChaosStack, crowd: Crowd, dice: random.Random) -> None:
+        self._stack = stack
+        self._crowd = crowd
+        self._dice = dice
+        self._gone: dict[str, int] = {}  # process -> how often it was ready before
 
-
-async def ask(client: AsyncClient, request: dict[str, Any], score: Score, stream_id: int) -> dict[int, list[int]]:
-    """The tokens of each answer. Raises OctavoError; with `was_accepted` where the request had started."""
-    options, began, tokens, is_accepted = dict(request), time.monotonic(), {}, False
-    last_token_at = began
-    prompt = options.pop("prompt")
-    try:
-        async for event in client.stream(prompt, timeout_s=RECOVERY_S * 2, **options):
-            is_accepted = is_accepted or isinstance(event, Started)
-            if isinstance(event, Delta):
-                tokens.setdefault(event.index, []).extend(event.token_ids)
-                now = time.monotonic()
-                for blow in score.blows[-1:]:
-                    if began < blow.at:
-                        gap_s = now - max(last_token_at, blow.at)
-                        blow.gaps_s[stream_id] = max(gap_s, blow.gaps_s.get(stream_id, 0.0))
-                last_token_at = now
-    except OctavoError as error:
-        error.metadata["was_accepted"] = "yes" if is_accepted else ""
-        raise
-    return tokens
-
-
-async def stream_for_ever(
-    client: AsyncClient, requests: list[dict[str, Any]], expected: list[Any], score: Score, dice: random.Random
-) -> None:
-    """One stream after another, each compared with the undisturbed answer."""
-    while True:
-        which = dice.randrange(len(requests))
-        try:
-            tokens = await ask(client, requests[which], score, dice.getrandbits(60))
-        except OctavoError as error:
-            if error.metadata["was_accepted"] or error.reason not in NOT_ACCEPTED:
-                score.wrong.append(f"request {which} was lost: {error!r}")
-            score.num_not_accepted += 1
-            await asyncio.sleep(error.retry_after_s or 0.5)
-            continue
-        if tokens == expected[which]:
-            score.num_whole += 1
+    async def strike(self) -> Blow:
+        """One blow and the recovery from it; or the next comes into the recovery."""
+        dice = self._dice
+        what, name, _ = dice.choices(ACTIONS, [weight for _, _, weight in ACTIONS])[0]
+        await self._wait_for(name)
+        pid = self._stack.pid_of(name)
+        print(f"{time.strftime('%H:%M:%S')} {what} {name}", flush=True)
+        self._crowd.score.begin_blow()
+        if what == "pause":
+            os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(dice.uniform(0.2, 1.5))
+            os.kill(pid, signal.SIGCONT)
         else:
-            score.wrong.append(f"request {which} differs: {tokens} instead of {expected[which]}")
+            self._gone[name] = self._stack.num_starts(name)
+            os.kill(pid, signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+        if dice.random() < SHARE_OF_SINGLE_BLOWS:
+            await self.wait_for_all()
+        await asyncio.sleep(dice.uniform(0.5, 4.0))
+        return Blow(what, name, tuple(self._crowd.score.waits_s.values()))
+
+    async def wait_for_all(self) -> None:
+        """Until every process is there."""
+        for name in list(self._gone):
+            await self._wait_for(name)
+
+    async def _wait_for(self, name: str) -> None:
+        if name in self._gone:
+            await self._stack.wait_for_start(name, self._gone.pop(name) + 1)
 
 
-async def strike(stack: Stack, score: Score, dice: random.Random) -> None:
-    """One blow, and the recovery from it."""
-    what, name, _ = dice.choices(ACTIONS, [weight for _, _, weight in ACTIONS])[0]
-    pid, ready = stack.pid_of(name), f"octavo        | {name} is ready after"
-    num_ready = stack.log.count(ready)
-    print(f"{time.strftime('%H:%M:%S')} {what} {name}", flush=True)
-    score.blows.append(Blow(what, name, time.monotonic()))
-    os.kill(pid, signal.SIGKILL if what == "kill" else signal.SIGSTOP)
-    if what == "pause":
-        await asyncio.sleep(dice.uniform(0.2, 1.5))
-        os.kill(pid, signal.SIGCONT)
-    else:
-        await stack.wait_for(ready, num_ready + 1, RECOVERY_S)
-    await asyncio.sleep(dice.uniform(0.5, 4.0))
+async def torment(tormentor: Tormentor, crowd: Crowd, seconds: float, num_streams: int) -> list[Blow]:
+    """Blow after blow under all streams, which then end."""
+    is_over = asyncio.Event()
+    streams = [asyncio.create_task(crowd.ask_for_ever(number, is_over)) for number in range(num_streams)]
+    await asyncio.sleep(5.0)  # they are under way
+    blows, deadline = [], time.monotonic() + seconds
+    try:
+        while time.monotonic() < deadline:
+            blows.append(await tormentor.strike())
+        await tormentor.wait_for_all()
+        is_over.set()
+        await asyncio.wait_for(asyncio.gather(*streams), PATIENCE_S)
+    finally:
+        for stream in streams:
+            stream.cancel()
+    return blows
 
 
-async def settle(stack: Stack) -> str:
-    """What is wrong when nothing runs any more; empty: nothing."""
-    async with open_channel(stack.cache_address) as channel:
-        stub = cache_pb2_grpc.BlockManagerServiceStub(channel)
-        for _ in range(100):
-            [arena] = (await stub.GetStats(cache_pb2.GetStatsRequest(self_check=True), timeout=10)).arenas
-            if arena.free_blocks + arena.cached_blocks + 1 == arena.total_blocks:
-                return "" if not (arena.violations or arena.num_sequences) else str(arena)
-            await asyncio.sleep(0.1)
-    return f"blocks are left behind: {arena}"
-
-
-async def run(seconds: float, seed: int, num_streams: int, folder: Path) -> Score:
-    stack, score, dice = Stack(folder), Score(), random.Random(seed)
+async def run(stack: ChaosStack, seconds: float, seed: int, num_streams: int) -> tuple[Crowd, list[Blow]]:
     stack.start()
     try:
-        await stack.wait_for("octavo        | ready: gRPC at", 1, START_S)
-        async with AsyncClient(stack.address) as client:
-            requests = requests_of(seed, 40)
-            expected = [await ask(client, request, Score(), 0) for request in requests]
-            streams = [
-                asyncio.create_task(stream_for_ever(client, requests, expected, score, random.Random(seed + 1 + i)))
-                for i in range(num_streams)
-            ]
-            await asyncio.sleep(5.0)  # streams are under way
-            deadline = time.monotonic() + seconds
-            while time.monotonic() < deadline:
-                await strike(stack, score, dice)
-            await asyncio.sleep(2.0)
-            for stream in streams:
-                stream.cancel()
-            await asyncio.gather(*streams, return_exceptions=True)
-            unsettled = await settle(stack)
-            if unsettled:
-                score.wrong.append(unsettled)
+        await stack.wait_until_ready()
+        async with AsyncClient(stack.address, retry=RetryPolicy(PATIENCE_S, PATIENCE_S)) as client:
+            crowd = Crowd(client, seed, NUM_REQUESTS, timeout_s=2 * PATIENCE_S)
+            await crowd.learn()
+            blows = await torment(Tormentor(stack, crowd, random.Random(seed)), crowd, seconds, num_streams)
+            crowd.score.wrong += filter(None, [await stack.settle()])
     finally:
-        assert stack.process is not None
-        stack.process.send_signal(signal.SIGTERM)
-        code = stack.process.wait(END_S)
-        left = [path.name for path in stack.memory.iterdir()]
-        shutil.rmtree(stack.memory)
-    if code or left:
-        score.wrong.append(f"it ended with {code} and left {left}")
-    return score
+        fault = stack.end()
+    crowd.score.wrong += filter(None, [fault])
+    return crowd, blows
 
 
-def report(score: Score) -> None:
-    print(f"\n{score.num_whole} answers whole, {score.num_not_accepted} requests refused and sent again,", end=" ")
-    print(f"{len(score.wrong)} faults\n")
+def report(crowd: Crowd, blows: list[Blow]) -> None:
+    score = crowd.score
+    endings = ", ".join(f"{count} {ending}" for ending, count in score.endings.most_common())
+    print(f"\nanswers: {endings}; {score.num_calls} calls; {len(score.wrong)} faults\n")
     print("| what | times | streams | longest wait for a token, p50 s | max s |\n|---|---|---|---|---|")
     for what, name, _ in ACTIONS:
-        blows = [blow for blow in score.blows if (blow.what, blow.process) == (what, name)]
-        gaps = [gap for blow in blows for gap in blow.gaps_s.values()]
-        if gaps:
-            numbers = f"{statistics.median(gaps):.2f} | {max(gaps):.2f}"
-            print(f"| {what} {name} | {len(blows)} | {len(gaps)} | {numbers} |")
+        struck = [blow for blow in blows if (blow.what, blow.process) == (what, name)]
+        waits = [wait for blow in struck for wait in blow.waits_s]
+        if waits:
+            print(
+                f"| {what} {name} | {len(struck)} | {len(waits)} | {statistics.median(waits):.2f} | {max(waits):.2f} |"
+            )
     for fault in score.wrong[:20]:
         print(fault)
 
@@ -257,18 +147,24 @@ def report(score: Score) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=180.0)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, help="left out: one of the time")
     parser.add_argument("--streams", type=int, default=32)
     options = parser.parse_args()
-    print(f"seed {options.seed}, {options.streams} streams, {options.seconds:g} s", flush=True)
+    seed = int(time.time()) % MOST_SEEDS if options.seed is None else options.seed
+    print(f"seed {seed}, {options.streams} streams, {options.seconds:g} s", flush=True)
     with tempfile.TemporaryDirectory(prefix="oct-") as folder:
-        score = asyncio.run(run(options.seconds, options.seed, options.streams, Path(folder)))
-        report(score)
-        if score.wrong:
-            log = Path(tempfile.gettempdir()) / f"octavo-chaos-{options.seed}.log"
-            shutil.copy(Path(folder) / "log", log)
-            print(f"the log is {log}")
-    return bool(score.wrong)
+        log = Path(tempfile.gettempdir()) / f"octavo-chaos-{seed}.log"
+        is_good = False
+        try:
+            stack = ChaosStack(Path(folder), PATIENCE_S)
+            crowd, blows = asyncio.run(run(stack, options.seconds, seed, options.streams))
+            report(crowd, blows)
+            is_good = not crowd.score.wrong
+        finally:
+            if not is_good:
+                shutil.copy(Path(folder) / "log", log)
+                print(f"the log is {log}")
+    return not is_good
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import pytest
 
 import octavo
 from octavo.results import Delta
+from octavo.stats import Samples
 from tests.tiny_models import save_tiny_llama
 
 PROMPT = [1, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58]
@@ -75,6 +76,11 @@ class Serve:
             assert time.monotonic() < deadline_s, self.log
             time.sleep(0.1)
 
+    def block_count(self, state: str) -> float:
+        """Blocks of the arena in this state, as the cache service counts them."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[2]}/metrics", timeout=10) as response:
+            return Samples(response.read().decode()).total("octavo_kv_blocks", state=state)
+
     def child(self, module: str) -> int:
         """The process id of the child that runs `python -m module`."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
@@ -101,7 +107,7 @@ def serve():
 
 @pytest.fixture
 def client(serve):
-    with octavo.Client(serve.address, timeout_s=60) as client:
+    with octavo.Client(serve.address, timeout_s=START_TIMEOUT_S) as client:
         yield client
 
 
@@ -197,6 +203,20 @@ def test_streams_go_on_when_the_cache_service_is_killed(serve, client):
     assert again.usage.cached_tokens == 16
     assert serve.child("executor") == executor
     assert list(serve.memory.iterdir()) == [segment]
+
+
+def test_streams_go_on_when_the_router_is_killed(serve, client):
+    """The client comes back to its successor, which has a higher epoch; the blocks of the dead one are free at once."""
+    whole = client.generate(PROMPT, **LONG).choices[0].token_ids
+    [before] = client.server_info().engines
+    assert stream_and_kill(serve, client, "router") == whole
+    [after] = client.server_info().engines
+    assert after.router_epoch > before.router_epoch
+    deadline_s = time.monotonic() + 10
+    while serve.block_count("used") or serve.block_count("fenced"):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+    assert serve.block_count("cached") > 0
 
 
 def test_ctrl_c_ends_everything_and_leaves_nothing(serve):
