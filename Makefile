@@ -21,7 +21,7 @@ PROTOS := $(wildcard protos/octavo/v1/*.proto)
 PROTOC := -Iprotos -Iprotos/third_party
 
 .PHONY: help demo test test-long lint format protos protos-check docs chart chart-lint alerts-long kernels-compile \
-	kernels-long gpu-wheels gpu-check bench bench-peers fuzz soak chaos chaos-short clean
+	kernels-long gpu-wheels gpu-check bench bench-peers kills fuzz soak chaos chaos-short clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 20
@@ -89,13 +89,16 @@ bench-peers: $(VENV)/.demo build/bench-peers-venv/.installed ## Octavo and OpenV
 	$(BIN)/python -m benchmarks.tables
 	build/bench-peers-venv/bin/python benchmarks/peers/plot.py benchmarks/results/bench_peers.json docs/throughput.svg
 
+kills: $(VENV)/.demo ## 20 kills of each process under streams, and what they cost clients; a quarter of an hour
+	$(BIN)/python -m benchmarks.kills $(ARGS)
+
 fuzz: $(VENV)/.test ## random and broken requests, FUZZ_REQUESTS (100000) of series FUZZ_SEED (1); half an hour
 	$(BIN)/python -m pytest tests/integration/test_fuzz_requests.py -m long -s $(ARGS)
 
 soak: $(VENV)/.test ## five rounds of 200 streams that end in every way; what ends, what stays, what memory grows
 	$(BIN)/python -m pytest tests/integration/test_soak.py -m long -s $(ARGS)
 
-chaos: $(VENV)/.test ## kill, stop and pause the processes at random under 32 streams, for 20 minutes
+chaos: $(VENV)/.test ## kill, stop and pause all processes at random under 32 streams, for 20 minutes
 	$(BIN)/python -m tests.chaos.chaos --seconds 1200 $(ARGS)
 
 chaos-short: $(VENV)/.test ## the same for 3 minutes; more with ARGS="--seed 2 --streams 8"

@@ -29,13 +29,20 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Server:
-    """A running stack: addresses, and the pid of each service by its module (`router`, `executor`, `cache_service`)."""
+    """A running stack: addresses, and the pid of each service by its module (`router`, `executor`, `cache_service`).
+
+    Attributes:
+        launcher: pid of `octavo serve`.
+        log: what all of them write.
+    """
 
     address: str
     metrics: str  # of the router
     executor_metrics: str
     cache_service: str
     pids: dict[str, int]
+    launcher: int
+    log: Path
 
 
 def free_port() -> int:
@@ -62,7 +69,8 @@ def serving(model: str, options: list[str]) -> Iterator[Server]:
             launcher = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
             _wait_until_serving(address, launcher, log)
-            yield Server(address, metrics, executor_metrics, cache_service, _services_below(launcher.pid))
+            addresses = (address, metrics, executor_metrics, cache_service)
+            yield Server(*addresses, _services_below(launcher.pid), launcher.pid, log)
         finally:
             launcher.send_signal(signal.SIGTERM)
             code = launcher.wait(STOP_S)
@@ -87,7 +95,7 @@ def _services_below(launcher: int) -> dict[str, int]:
     found, waiting = {}, [launcher]
     while waiting:
         pid = waiting.pop()
-        waiting += [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        waiting += children(pid)
         arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
         if "-m" in arguments and (module := arguments[arguments.index("-m") + 1]) != "octavo.cli":
             found[module] = pid
@@ -103,6 +111,19 @@ def cpu_seconds(pid: int) -> float:
 def resident_bytes(pid: int) -> int:
     """Memory of a process that is in RAM, shared parts included."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def children(pid: int) -> dict[int, list[str]]:
+    """The command line of each child of a process."""
+    pids = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return {child: Path(f"/proc/{child}/cmdline").read_text().split("\0") for child in pids}
+
+
+def metric_sum(metrics: str, name: str, **labels: str) -> float:
+    """Sum of the samples of this name that have these labels."""
+    text = urlopen(f"http://{metrics}/metrics").read().decode()
+    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+    return sum(sample.value for sample in samples if sample.name == name and labels.items() <= sample.labels.items())
 
 
 def step_parts(server: Server) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Puts the figures of `results/` into docs/performance.md, between markers; nothing there is written by hand.
+"""Puts the figures of `results/` into the docs, between markers; nothing there is written by hand.
 
 python -m benchmarks.tables
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.results_file import RESULTS
 
-PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
+DOCS = Path(__file__).parents[1] / "docs"
 
 
 def bench_table(document: dict[str, Any]) -> str:
@@ -79,25 +79,52 @@ def quality_table(document: dict[str, Any]) -> str:
     )
 
 
-TABLES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
-    "bench": ("bench", bench_table),
-    "steps": ("bench", steps_table),
-    "peers": ("bench_peers", peers_table),
-    "int8 quality": ("int8_quality", quality_table),
+def kills_table(document: dict[str, Any]) -> str:
+    """What a death costs clients. Of acknowledged steps nothing may be computed again, and no request may be lost."""
+    lines = [
+        "| killed | kills x streams | longest wait for a token, p50 s | max s | ready again after, p50 s "
+        "| tokens of acknowledged steps computed again | of steps in flight | answers | lost or other |",
+        "|---" * 9 + "|",
+    ]
+    for row in document["rows"]:
+        again = row.get("recomputed_acknowledged_tokens")
+        if again is None:
+            again = row.get("recomputed_tokens")
+        in_flight = row.get("recomputed_in_flight_tokens")
+        cells = [
+            row["process"],
+            f"{row['kills']} x {row['streams']}",
+            *(f"{row[name]:.2f}" if name in row else "-" for name in ("wait_p50_s", "wait_max_s", "ready_p50_s")),
+            "all" if again is None else str(again),
+            "with them" if in_flight is None else str(in_flight),
+            str(row.get("answers", "-")),
+            str(row["lost"]),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", _seen(document)])
+
+
+# Table -> page, result, and how it is written.
+TABLES: dict[str, tuple[str, str, Callable[[dict[str, Any]], str]]] = {
+    "bench": ("performance.md", "bench", bench_table),
+    "steps": ("performance.md", "bench", steps_table),
+    "peers": ("performance.md", "bench_peers", peers_table),
+    "int8 quality": ("performance.md", "int8_quality", quality_table),
+    "kills": ("failures.md", "kills", kills_table),
 }
 
 
-def updated(page: str) -> str:
-    """The page with every table renewed whose figures are there."""
-    for name, (result, render) in TABLES.items():
+def updated(page: str, name_of_page: str) -> str:
+    """The page with every table of it renewed whose figures are there."""
+    for name, (place, result, render) in TABLES.items():
         path = RESULTS / f"{result}.json"
-        if not path.is_file():
+        if place != name_of_page or not path.is_file():
             continue
         table = render(json.loads(path.read_text()))
         begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
         pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
         page, count = pattern.subn(lambda _, text=f"{begin}\n{table}\n\n{end}": text, page)  # type: ignore[misc]
-        assert count == 1, f"{PAGE} has {count} places for the table {name!r}"
+        assert count == 1, f"{name_of_page} has {count} places for the table {name!r}"
     return page
 
 
@@ -110,5 +137,12 @@ def _seen(document: dict[str, Any]) -> str:
     )
 
 
+def main() -> None:
+    """Renew all of them."""
+    for name in sorted({place for place, _, _ in TABLES.values()}):
+        page = DOCS / name
+        page.write_text(updated(page.read_text(), name))
+
+
 if __name__ == "__main__":
-    PAGE.write_text(updated(PAGE.read_text()))
+    main()

@@ -27,6 +27,9 @@ class _LaunchConfig(BaseModel):
     )
     start_timeout_s: float = Field(300.0, gt=0, description="seconds until each process must be ready")
     max_restarts: int = Field(5, ge=0, description="times in five minutes that a dead process is restarted")
+    max_restart_pause_s: float = Field(
+        10.0, ge=0, description="longest pause before a restart, in seconds: a quarter at first, doubled each time"
+    )
 
     silence_limit_s: float = Field(
         20.0, ge=0, description="seconds without an answer to its health after which a process is killed; 0: never"

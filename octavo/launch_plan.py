@@ -37,7 +37,7 @@ def plan_serve(config: ServeConfig, socket_of: Callable[[str], str]) -> Stages:
     """
     cache_listen = _listen_or(config.cache_service, 0, socket_of("cache-service"))
     cache_wiring = {"listen": cache_listen, **_health(config.cache_service, socket_of("cache-health"))}
-    restart = RestartPolicy(config.max_restarts)
+    restart = RestartPolicy(config.max_restarts, max_delay_s=config.max_restart_pause_s)
     cache = _child("cache-service", config.cache_service, CACHE_HEALTH, cache_wiring, restart, config)
     listens = [
         _listen_or(config.executor, place, socket_of(f"executor-{place}")) for place in range(_num_places(config))
@@ -58,7 +58,7 @@ def plan_serve(config: ServeConfig, socket_of: Callable[[str], str]) -> Stages:
 def plan_engine(config: EngineConfig, socket_of: Callable[[str], str]) -> Stages:
     """Cache service, and all executors, which need it. As `plan_serve`."""
     wiring = _health(config.cache_service, socket_of("cache-health"))
-    restart = RestartPolicy(config.max_restarts)
+    restart = RestartPolicy(config.max_restarts, max_delay_s=config.max_restart_pause_s)
     cache = _child("cache-service", config.cache_service, CACHE_HEALTH, wiring, restart, config)
     cache_address = connect_address(config.cache_service.listen)
     num_others = _num_places(config) - 1  # of each engine; they come behind the executors that serve at first
@@ -101,7 +101,7 @@ def _executor(
         "cache_service": cache_address,
         "executor_id": f"executor-{place.number}",
     }
-    restart = RestartPolicy(config.max_restarts)
+    restart = RestartPolicy(config.max_restarts, max_delay_s=config.max_restart_pause_s)
     spec = _child(f"executor-{place.number}", options, EXECUTOR_HEALTH, wiring, restart, config)
     is_reserve = place.in_pool > config.spare_executors
     return replace(spec, pool=f"engine-{place.engine}", is_reserve=is_reserve)

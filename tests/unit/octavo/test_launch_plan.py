@@ -36,8 +36,9 @@ def test_serve_is_three_stages_joined_by_private_sockets():
 
 
 def test_whatever_dies_is_restarted():
-    stages = [*serve(max_restarts=7), *plan_engine(EngineConfig(max_restarts=7), socket_of)]
-    assert [child.restart for stage in stages for child in stage] == [RestartPolicy(7)] * 7
+    options = {"max_restarts": 7, "max_restart_pause_s": 3.0}
+    stages = [*serve(**options), *plan_engine(EngineConfig(**options), socket_of)]
+    assert [child.restart for stage in stages for child in stage] == [RestartPolicy(7, max_delay_s=3.0)] * 7
 
 
 def test_grace_before_sigkill_is_longer_than_the_processs_own():
