@@ -18,6 +18,7 @@ from octavo.launch_config import EngineConfig, ServeConfig
 from octavo.settings_sources import option_of
 from octavo.stats import StatsConfig
 from octavo.token_command import TokenConfig
+from octavo.top import TopConfig
 from router.config import RouterConfig
 
 PAGE = Path(__file__).parent / "operations.md"
@@ -33,6 +34,7 @@ TABLES: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("octavo generate", "generate", GenerateConfig),
     ("octavo chat", "chat", ChatConfig),
     ("octavo stats", "stats", StatsConfig),
+    ("octavo top", "top", TopConfig),
     ("octavo token", "token", TokenConfig),
 )
 

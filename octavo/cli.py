@@ -26,6 +26,7 @@ COMMANDS = {
     "generate": Command("octavo.generate", "main", "ask a running server, and stream its answer"),
     "chat": Command("octavo.chat", "main", "talk with a running server"),
     "stats": Command("octavo.stats", "main", "one look at a running stack"),
+    "top": Command("octavo.top", "main", "a running stack in the terminal, kept up to date"),
     "token": Command("octavo.token_command", "main", "make a token for a tenant"),
     "demo": Command("octavo.demo", "main", "serve a small model, ask it a question, and go on serving"),
     "engine": Command("octavo.launcher", "engine", "run a cache service and its executors, supervised"),

@@ -186,7 +186,8 @@ def _add_argument(parser: Any, *names: str, **options: Any) -> Any:
         return None
     options["help"] = _tidy(options["help"])
     if options.get("action") == "append":
-        options["metavar"] = "JSON" if "JSON" in options["metavar"] else "a,b,..."  # tables, or plain values
+        is_table = any(kind in options["metavar"] for kind in ("JSON", "dict"))
+        options["metavar"] = "JSON" if is_table else "a,b,..."
     return parser.add_argument(*names, **options)
 
 

@@ -49,6 +49,10 @@ class Samples:
         """The sum of the series with these labels; 0 where there is none."""
         return sum(value for has, value in self._samples[name] if labels.items() <= has.items())
 
+    def values(self, name: str, label: str) -> list[str]:
+        """What a label of this name is, each once, in the order of the scrape."""
+        return list(dict.fromkeys(has[label] for has, _ in self._samples[name] if label in has))
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit code: 1 when the router does not answer, 2 for bad usage."""

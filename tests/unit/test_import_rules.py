@@ -38,6 +38,7 @@ CLIENT = {"client", "async_client", "client_channel", "continuation", "messages"
 ROOF = {
     *("cli", "launcher", "launch_config", "launch_plan", "supervisor", "child", "guard", "run_directory"),
     *("prefixed_log", "demo", "generate", "chat", "stats", "request_config", "connection_config", "token_command"),
+    *("top", "top_screen"),
 }
 
 MAY_SPEAK_GRPC = (
