@@ -102,6 +102,23 @@ async def test_time_limits_out_of_range_are_refused(source: str, bad: dict[str, 
         assert error_of_call(caught.value).violations[0].field == "time_limit"
 
 
+async def test_text_that_the_time_limit_releases_comes_without_a_token(source: str) -> None:
+    """So that a client whose call breaks right behind it does not take it for text of the tokens that it has."""
+    async with running_stack(source, saying("abEND of it")) as stack:
+
+        async def stall(_: Any) -> None:
+            if len(stack.executor.steps) == 5:
+                await asyncio.sleep(1.0)
+
+        stack.executor.hooks.before_step = stall
+        events = await stack.stream("go?", stopping={"stop": ["END it"]}, time_limit=limit(0.5))
+        *deltas, last = [event.delta for event in events if event.HasField("delta")]
+        assert (last.text, list(last.token_ids)) == ("END", [])
+        assert "".join(delta.text for delta in deltas) == "ab"
+        assert last.token_offset == sum(len(delta.token_ids) for delta in deltas) == 5
+        await stack.settle()
+
+
 # --------------------------------------------------------------------------------------------------------------- resume
 
 
@@ -224,7 +241,7 @@ async def test_the_same_request_sent_again_supersedes_the_live_one(source: str, 
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stack.generate("another prompt", **fields)
         assert error_of_call(caught.value).reason == "REQUEST_ID_LIVE"
-        new = await stack.generate("again", resume=[{"token_ids": had}], **fields)
+        new = await stack.generate("again", resume=[{"token_ids": had}], time_limit=limit(60), **fields)
         assert had + list(new.choices[0].token_ids) == list(whole.token_ids)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await asyncio.wait_for(read_to_end(old), 5)
