@@ -123,6 +123,7 @@ async def running(
             looking.cancel()
             with suppress(asyncio.CancelledError):
                 await looking
+            servicer.watching.end()
             await server.drain(config.drain_accept_window_s, config.drain_grace_s)
     finally:
         service.close()

@@ -35,6 +35,7 @@ class ArenaMemory(Protocol):
 class ManagedArena:
     memory: ArenaMemory
     manager: BlockManager
+    serial: int  # among those that this service has had
     is_inherited: bool = False  # taken over from an earlier cache service
 
     @property

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from cache_service import refusal
 from cache_service.block import BlockId
+from cache_service.events import BlockEvents
 from cache_service.eviction import Eviction, TenantBlocks
 from cache_service.fence import FenceBook, SessionKey, SessionStep
 from cache_service.ledger import Ledger
@@ -96,6 +97,15 @@ class BlockManager:
     @property
     def block_times(self) -> BlockTimes:
         return self._pool.times
+
+    @property
+    def events(self) -> BlockEvents:
+        """What becomes findable and what is no longer."""
+        return self._index.events
+
+    def findable(self) -> list[PrefixNode]:
+        """What can be hit, each block behind the one before it in its chain. O(blocks)."""
+        return self._index.findable()
 
     def tenants(self) -> list[TenantBlocks]:
         """Who has blocks. To be read, from any thread."""

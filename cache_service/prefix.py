@@ -13,6 +13,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from cache_service.block import BlockId
+from cache_service.events import BlockEvents, Removed, Stored
 from cache_service.ledger import TOKEN_BYTES, Ledger, NoLedger, Record
 
 HashFunction = Callable[[bytes], bytes]
@@ -33,6 +34,14 @@ def pack_tokens(tokens: "array[int]") -> bytes:
         tokens = array("I", tokens)
         tokens.byteswap()
     return tokens.tobytes()
+
+
+def unpack_tokens(packed: bytes) -> "array[int]":
+    """What `pack_tokens` packed."""
+    tokens = array("I", packed)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens
 
 
 class Extras(NamedTuple):
@@ -107,6 +116,7 @@ class PrefixIndex:
         hash_function: HashFunction = blake2b_key,
         ledger: Ledger | None = None,
     ) -> None:
+        self.events = BlockEvents()
         self.node_of: list[PrefixNode | None] = [None] * num_blocks  # block id -> its node, if findable
         self._ledger = ledger or NoLedger()
         self._last_serial = 0
@@ -136,6 +146,8 @@ class PrefixIndex:
             parent = self._roots.get(extras) or self._add_root(extras)
         key = self._hash(parent.key + tokens)
         node = self._find(key, parent, tokens) or self._add_child(key, parent, tokens, self._last_serial + 1)
+        if not node.blocks:
+            self.events.add(Stored(key, parent.key, tokens))
         node.blocks.append(block)
         self.node_of[block] = node
         self._ledger.write(block, Record(node.serial, parent.serial, tokens, b"" if parent.serial else extras))
@@ -154,6 +166,8 @@ class PrefixIndex:
         self._ledger.strike(block)
         self.node_of[block] = None
         node.blocks.remove(block)
+        if not node.blocks:
+            self.events.add(Removed(node.key))
         while node is not None and not node.blocks and not node.num_children:
             node = self._remove(node)
 
@@ -244,6 +258,10 @@ class PrefixIndex:
             while node is not None:
                 yield node
                 node = node.next_of_key
+
+    def findable(self) -> list[PrefixNode]:
+        """Nodes with blocks, each behind its parent. O(blocks)."""
+        return sorted((node for node in self.nodes() if node.blocks), key=lambda node: node.serial)
 
     def violations(self) -> list[str]:
         """What is wrong with the tree; empty when it is sound."""

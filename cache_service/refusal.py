@@ -9,6 +9,7 @@ from octavo.errors import Code, OctavoError
 
 # Between two tries of a client that waits for a rebuild.
 REBUILD_RETRY_S = 0.05
+STOPPING_RETRY_S = 1.0
 # Of a router whose executor is about to be dead.
 PREDECESSOR_RETRY_S = 0.05
 
@@ -68,6 +69,30 @@ def unknown_arena(arena_id: str) -> OctavoError:
         "UNKNOWN_ARENA",
         f"there is no arena {arena_id!r}; an executor creates it by RegisterExecutor",
         metadata={"arena_id": arena_id},
+    )
+
+
+def arena_replaced(arena_id: str) -> OctavoError:
+    return OctavoError(
+        Code.ABORTED,
+        "ARENA_REPLACED",
+        f"the arena {arena_id!r} that was followed is gone; follow the next one from its beginning",
+        metadata={"arena_id": arena_id},
+    )
+
+
+def too_many_watches(most: int) -> OctavoError:
+    return OctavoError(
+        Code.RESOURCE_EXHAUSTED,
+        "TOO_MANY_WATCHES",
+        f"block events are followed {most} times already",
+        metadata={"max_watches": str(most)},
+    )
+
+
+def stopping() -> OctavoError:
+    return OctavoError(
+        Code.UNAVAILABLE, "STOPPING", "this cache service stops; follow its successor", retry_after_s=STOPPING_RETRY_S
     )
 
 

@@ -40,6 +40,7 @@ class CacheService:
         self.operations = LeaseOperations(self._arenas, self._registry)
         self._sent_before: list[SessionStep] = []  # what nobody claims waits for these, in a rebuild
         self._journal_number = 0
+        self._num_arenas = 0  # ever
 
     @property
     def num_leases(self) -> int:
@@ -171,7 +172,8 @@ class CacheService:
         manager = BlockManager(
             about.num_blocks, about.geometry.block_size, self._hash_function, memory.ledger, self._eviction
         )
-        arena = ManagedArena(memory, manager, is_inherited)
+        self._num_arenas += 1
+        arena = ManagedArena(memory, manager, self._num_arenas, is_inherited)
         self._arenas.add(arena)
         return arena
 

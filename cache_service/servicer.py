@@ -7,7 +7,7 @@ making of an arena. Here belongs translation of whole calls. Not here: decisions
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -29,6 +29,7 @@ from cache_service.servicer_messages import (
     allocation_of,
     arena_message,
     commit_of,
+    events_message,
     extended_message,
     extension_of,
     extras_of,
@@ -44,6 +45,7 @@ from cache_service.servicer_messages import (
     steps_of,
     tokens_of,
 )
+from cache_service.watching import Watching
 from octavo.errors import FieldViolation, OctavoError, invalid_argument
 from octavo.rpc import ServerParts, start_server
 from octavo.tracing import NO_TRACING, TraceContext, Tracing
@@ -91,6 +93,7 @@ class BlockManagerServicer(cache_pb2_grpc.BlockManagerServiceServicer):
         self._watch_process = watch_process
         self._clock = clock
         self._tracing = tracing
+        self.watching = Watching(service)
         self._registering = asyncio.Lock()
 
     # ------------------------------------------------------------------------------------------- executors, sessions
@@ -305,6 +308,12 @@ class BlockManagerServicer(cache_pb2_grpc.BlockManagerServiceServicer):
         return cache_pb2.GetStatsResponse(
             arenas=stats, num_leases=service.num_leases, num_executors=sum(one.is_alive for one in service.executors())
         )
+
+    async def WatchBlockEvents(
+        self, request: cache_pb2.WatchBlockEventsRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[cache_pb2.WatchBlockEventsResponse]:
+        async for batch in self.watching.follow(request.arena_id, request.stream_id, request.last_number):
+            yield events_message(batch)
 
     def _now(self) -> float:
         return self._clock.monotonic_s()

@@ -11,6 +11,7 @@ from typing import Any
 from google.rpc import status_pb2
 
 from cache_service.block import BlockId
+from cache_service.events import BlockEvent, Removed
 from cache_service.fence import SessionKey, SessionStep
 from cache_service.geometry import ArenaDescription, KvGeometry, LayerGeometry, LayerLayout, TensorLayout
 from cache_service.managed_arena import ManagedArena
@@ -28,8 +29,9 @@ from cache_service.operation import (
     SequenceId,
     SequenceSnapshot,
 )
-from cache_service.prefix import Extras
+from cache_service.prefix import Extras, unpack_tokens
 from cache_service.registration import Registration
+from cache_service.watching import Batch
 from octavo.errors import FieldViolation, OctavoError, invalid_argument
 from octavo.rpc import status_of
 from octavo.v1 import cache_pb2
@@ -215,6 +217,22 @@ def _layer_message(layer: LayerLayout) -> cache_pb2.LayerLayout:
 
 def _tensor_message(tensor: TensorLayout) -> cache_pb2.TensorLayout:
     return cache_pb2.TensorLayout(**asdict(tensor))
+
+
+def events_message(batch: Batch) -> cache_pb2.WatchBlockEventsResponse:
+    return cache_pb2.WatchBlockEventsResponse(
+        stream_id=batch.stream_id,
+        last_number=batch.last_number,
+        begins_snapshot=batch.begins_snapshot,
+        events=[_event_message(event) for event in batch.events],
+    )
+
+
+def _event_message(event: BlockEvent) -> cache_pb2.BlockEvent:
+    if isinstance(event, Removed):
+        return cache_pb2.BlockEvent(removed=cache_pb2.BlockRemoved(key=event.key))
+    stored = cache_pb2.BlockStored(key=event.key, parent_key=event.parent_key, token_ids=unpack_tokens(event.tokens))
+    return cache_pb2.BlockEvent(stored=stored)
 
 
 def stats_message(arena: ManagedArena, violations: Iterable[str]) -> cache_pb2.ArenaStats:

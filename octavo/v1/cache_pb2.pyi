@@ -506,6 +506,52 @@ class ReconcileResponse(_message.Message):
     statuses: _containers.RepeatedCompositeFieldContainer[_status_pb2.Status]
     def __init__(self, statuses: _Optional[_Iterable[_Union[_status_pb2.Status, _Mapping]]] = ...) -> None: ...
 
+class WatchBlockEventsRequest(_message.Message):
+    __slots__ = ("arena_id", "stream_id", "last_number")
+    ARENA_ID_FIELD_NUMBER: _ClassVar[int]
+    STREAM_ID_FIELD_NUMBER: _ClassVar[int]
+    LAST_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    arena_id: str
+    stream_id: str
+    last_number: int
+    def __init__(self, arena_id: _Optional[str] = ..., stream_id: _Optional[str] = ..., last_number: _Optional[int] = ...) -> None: ...
+
+class WatchBlockEventsResponse(_message.Message):
+    __slots__ = ("stream_id", "last_number", "begins_snapshot", "events")
+    STREAM_ID_FIELD_NUMBER: _ClassVar[int]
+    LAST_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BEGINS_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    stream_id: str
+    last_number: int
+    begins_snapshot: bool
+    events: _containers.RepeatedCompositeFieldContainer[BlockEvent]
+    def __init__(self, stream_id: _Optional[str] = ..., last_number: _Optional[int] = ..., begins_snapshot: bool = ..., events: _Optional[_Iterable[_Union[BlockEvent, _Mapping]]] = ...) -> None: ...
+
+class BlockEvent(_message.Message):
+    __slots__ = ("stored", "removed")
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    stored: BlockStored
+    removed: BlockRemoved
+    def __init__(self, stored: _Optional[_Union[BlockStored, _Mapping]] = ..., removed: _Optional[_Union[BlockRemoved, _Mapping]] = ...) -> None: ...
+
+class BlockStored(_message.Message):
+    __slots__ = ("key", "parent_key", "token_ids")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PARENT_KEY_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    key: bytes
+    parent_key: bytes
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, key: _Optional[bytes] = ..., parent_key: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class BlockRemoved(_message.Message):
+    __slots__ = ("key",)
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    key: bytes
+    def __init__(self, key: _Optional[bytes] = ...) -> None: ...
+
 class GetStatsRequest(_message.Message):
     __slots__ = ("arena_id", "self_check")
     ARENA_ID_FIELD_NUMBER: _ClassVar[int]

@@ -114,6 +114,11 @@ class BlockManagerServiceStub(object):
                 request_serializer=octavo_dot_v1_dot_cache__pb2.GetStatsRequest.SerializeToString,
                 response_deserializer=octavo_dot_v1_dot_cache__pb2.GetStatsResponse.FromString,
                 _registered_method=True)
+        self.WatchBlockEvents = channel.unary_stream(
+                '/octavo.v1.BlockManagerService/WatchBlockEvents',
+                request_serializer=octavo_dot_v1_dot_cache__pb2.WatchBlockEventsRequest.SerializeToString,
+                response_deserializer=octavo_dot_v1_dot_cache__pb2.WatchBlockEventsResponse.FromString,
+                _registered_method=True)
 
 
 class BlockManagerServiceServicer(object):
@@ -235,6 +240,16 @@ class BlockManagerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchBlockEvents(self, request, context):
+        """What becomes findable and what is no longer, for a balancer that follows the cache: a snapshot first, then events
+        without end. A follower that was cut off comes back with `stream_id` and `last_number` of the last message it has, and
+        is told what it missed, or everything anew. A hint, as MatchPrefix is.
+        NOT_FOUND UNKNOWN_ARENA. RESOURCE_EXHAUSTED TOO_MANY_WATCHES. Ends with ABORTED ARENA_REPLACED or UNAVAILABLE STOPPING.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_BlockManagerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -317,6 +332,11 @@ def add_BlockManagerServiceServicer_to_server(servicer, server):
                     servicer.GetStats,
                     request_deserializer=octavo_dot_v1_dot_cache__pb2.GetStatsRequest.FromString,
                     response_serializer=octavo_dot_v1_dot_cache__pb2.GetStatsResponse.SerializeToString,
+            ),
+            'WatchBlockEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchBlockEvents,
+                    request_deserializer=octavo_dot_v1_dot_cache__pb2.WatchBlockEventsRequest.FromString,
+                    response_serializer=octavo_dot_v1_dot_cache__pb2.WatchBlockEventsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -751,6 +771,33 @@ class BlockManagerService(object):
             '/octavo.v1.BlockManagerService/GetStats',
             octavo_dot_v1_dot_cache__pb2.GetStatsRequest.SerializeToString,
             octavo_dot_v1_dot_cache__pb2.GetStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchBlockEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/octavo.v1.BlockManagerService/WatchBlockEvents',
+            octavo_dot_v1_dot_cache__pb2.WatchBlockEventsRequest.SerializeToString,
+            octavo_dot_v1_dot_cache__pb2.WatchBlockEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,9 +5,9 @@ Memory, processes and clocks are fakes: no executor process and no shared memory
 
 import asyncio
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -45,6 +45,8 @@ from octavo.v1 import cache_pb2, cache_pb2_grpc
 ARENA = "cpu"
 FINGERPRINT = "model-1"
 TTL_S = 10.0
+
+T = TypeVar("T")
 LRU = Eviction(POLICIES["lru"])
 
 
@@ -319,6 +321,15 @@ class GrpcDriver:
         app = await self._running.__aenter__()
         self._channel = open_channel(f"127.0.0.1:{app.server.port}")
         self._stub = cache_pb2_grpc.BlockManagerServiceStub(self._channel)
+
+    @property
+    def stub(self) -> cache_pb2_grpc.BlockManagerServiceStub:
+        """For calls that `call` does not make, inside of `run`."""
+        return self._stub
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """In the loop of server and client."""
+        return self._loop.run_until_complete(work)
 
     def call(self, method: str, request: Any) -> Any:
         """One call. Raises OctavoError as the status says."""
