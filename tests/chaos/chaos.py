@@ -69,7 +69,7 @@ class Tormentor:
         dice = self._dice
         what, name, _ = dice.choices(ACTIONS, [weight for _, _, weight in ACTIONS])[0]
         await self._wait_for(name)
-        pid = self._stack.pid_of(name)
+        pid = dice.choice(self._stack.pids_of(name))
         print(f"{time.strftime('%H:%M:%S')} {what} {name}", flush=True)
         self._crowd.score.begin_blow()
         if what == "pause":
@@ -148,6 +148,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=180.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--spares", type=int, default=0, help="spare executors")
     options = parser.parse_args()
     seed = options.seed
     print(f"seed {seed}, {options.streams} streams, {options.seconds:g} s", flush=True)
@@ -155,7 +156,7 @@ def main() -> int:
         log = Path(tempfile.gettempdir()) / f"octavo-chaos-{seed}.log"
         is_good = False
         try:
-            stack = ChaosStack(Path(folder), PATIENCE_S)
+            stack = ChaosStack(Path(folder), PATIENCE_S, options.spares)
             crowd, blows = asyncio.run(run(stack, options.seconds, seed, options.streams))
             report(crowd, blows)
             is_good = not crowd.score.wrong

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -25,10 +26,12 @@ class ChaosStack:
 
     Args:
         patience_s: how long requests wait for a process that is gone.
+        num_spares: executors more than the one that serves.
     """
 
     folder: Path
     patience_s: float
+    num_spares: int = 0
     process: "subprocess.Popen[bytes] | None" = None
 
     @property
@@ -54,38 +57,40 @@ class ChaosStack:
         command += [f"--cache-service.listen={self.cache_address}", "--cache-service.metrics-listen="]
         command += [f"--cache-service.shared-memory-dir={self.memory}", "--executor.metrics-listen="]
         command += ["--executor.threads=1", "--executor.kv-memory-mib=8", "--executor.max-rows=64"]
-        command += ["--max-restarts=1000000", f"--silence-limit-s={SILENCE_LIMIT_S}"]
-        command += [f"--router.recovery-grace-s={self.patience_s}"]
+        command += ["--max-restarts=1000000", "--max-restart-pause-s=1", f"--silence-limit-s={SILENCE_LIMIT_S}"]
+        command += [f"--router.recovery-grace-s={self.patience_s}", f"--spare-executors={self.num_spares}"]
         environment = {**os.environ, "XDG_RUNTIME_DIR": str(self.folder)}
         with (self.folder / "log").open("wb") as log:
             self.process = subprocess.Popen(command, stderr=log, env=environment)
 
-    async def wait_for(self, text: str, times: int, within_s: float) -> None:
-        """Until the log has said so as often."""
-        assert self.process is not None
-        deadline = time.monotonic() + within_s
-        while self.log.count(text) < times:
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise TimeoutError(f"{text!r} was not said {times} times:\n{self.log[-4000:]}")
-            await asyncio.sleep(0.1)
-
     async def wait_until_ready(self) -> None:
-        await self.wait_for("octavo        | ready: gRPC at", 1, START_S)
+        await self._wait_for(r"ready: gRPC at", 1, START_S)
 
     def num_starts(self, name: str) -> int:
-        """How often a process became ready."""
-        return self.log.count(_ready(name))
+        """How often a process of this name became ready."""
+        return self._count(_ready(name))
 
     async def wait_for_start(self, name: str, number: int) -> None:
-        await self.wait_for(_ready(name), number, self.patience_s)
+        await self._wait_for(_ready(name), number, self.patience_s)
 
-    def pid_of(self, name: str) -> int:
-        """Of the child of this name, which is there."""
+    def pids_of(self, name: str) -> list[int]:
+        """Of the children of this name: of executors there may be several."""
         assert self.process is not None
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         module = f"\0-m\0{MODULES[name]}\0".encode()
-        [pid] = [int(pid) for pid in children if module in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        return pid
+        return [int(pid) for pid in children if module in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    def _count(self, line: str) -> int:
+        """How often the launcher said a line that begins so."""
+        return len(re.findall(rf"^octavo +\| {line}", self.log, re.MULTILINE))
+
+    async def _wait_for(self, line: str, times: int, within_s: float) -> None:
+        assert self.process is not None
+        deadline = time.monotonic() + within_s
+        while self._count(line) < times:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise TimeoutError(f"{line!r} was not said {times} times:\n{self.log[-4000:]}")
+            await asyncio.sleep(0.1)
 
     async def settle(self) -> str:
         """What is wrong when nothing runs any more; empty: nothing. Waits for what is on its way."""
@@ -111,7 +116,7 @@ class ChaosStack:
 
 
 def _ready(name: str) -> str:
-    return f"octavo        | {name} is ready after"
+    return rf"{name}(-\d+)? is ready after"
 
 
 def _unsettled(stats: cache_pb2.GetStatsResponse) -> str:
