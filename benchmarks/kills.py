@@ -27,14 +27,14 @@ from octavo import AsyncClient, RetryPolicy
 from octavo.results import Delta, Generation
 
 PATIENCE_S = 300.0
-NUM_FRESH_TOKENS = 5  # of each stream, until it is under way, and again until it goes on
+NUM_FRESH_TOKENS = 3  # of each stream, until it is under way, and again until it goes on
 PROMPTS = (
     "Once upon a time there was a lighthouse keeper who",
     "The three most important rules of good bread are",
     "Dear committee, I write to you because",
     "In the year 2140 the last train to the coast",
 )
-OPTIONS: dict[str, Any] = {"max_tokens": 400, "ignore_eos": True, "temperature": 0.8, "top_k": 40}
+OPTIONS: dict[str, Any] = {"max_tokens": 150, "ignore_eos": True, "temperature": 0.8, "top_k": 40}
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,14 @@ class Case:
 
     title: str
     name: str
-    options: tuple[str, ...]
-    survivor: str
+    survivor: str = "router"
 
 
-CASES = (
-    Case("executor", "executor", (), "router"),
-    Case("executor, with a spare", "executor-", ("--spare-executors=1",), "router"),
-    Case("cache service", "cache-service", (), "router"),
-    Case("router", "router", (), "executor"),
-)
+# By the spares of the stack that they are done to, in this order: the router's own counts end with it.
+CASES = {
+    0: (Case("executor", "executor"), Case("cache service", "cache-service"), Case("router", "router", "executor")),
+    1: (Case("executor, with a spare", "executor-"),),
+}
 
 
 @dataclass
@@ -66,11 +64,11 @@ class Stream:
 
     client: AsyncClient
     number: int
+    expected: Generation | None = None  # of an undisturbed run
     times: list[float] = field(default_factory=list)
     num_needed: int = 0  # tokens that had to be computed for its answers
     num_answers: int = 0
     faults: list[str] = field(default_factory=list)
-    expected: Generation | None = None
 
     async def ask(self) -> Generation:
         """One answer, read token by token."""
@@ -79,10 +77,6 @@ class Stream:
             if isinstance(event, Delta):
                 self.times.append(time.monotonic())
         return await stream.result()
-
-    async def learn(self) -> None:
-        """What an undisturbed run answers; its prompt is cached from now on."""
-        self.expected = await self.ask()
 
     async def run(self, is_over: asyncio.Event) -> None:
         while not is_over.is_set():
@@ -102,12 +96,17 @@ class Stream:
         return max(after - before for before, after in itertools.pairwise(times))
 
 
+async def learn(address: str) -> list[Generation]:
+    """What an undisturbed run answers; the prompts are cached from now on."""
+    async with AsyncClient(address) as client:
+        return await asyncio.gather(*(Stream(client, number).ask() for number in range(len(PROMPTS))))
+
+
 @asynccontextmanager
-async def streaming(address: str) -> AsyncIterator[list[Stream]]:
+async def streaming(address: str, expected: list[Generation]) -> AsyncIterator[list[Stream]]:
     """All streams, under way; they end their last answer when this is left."""
     async with AsyncClient(address, retry=RetryPolicy(PATIENCE_S, PATIENCE_S)) as client:
-        streams = [Stream(client, number) for number in range(len(PROMPTS))]
-        await asyncio.gather(*(stream.learn() for stream in streams))
+        streams = [Stream(client, number, answer) for number, answer in enumerate(expected)]
         is_over = asyncio.Event()
         tasks = [asyncio.create_task(stream.run(is_over)) for stream in streams]
         try:
@@ -179,20 +178,26 @@ def computed_tokens(server: Server, case: Case) -> float:
     return metric_sum(metrics, "octavo_iteration_tokens_sum")
 
 
-async def measure(server: Server, case: Case, num_kills: int) -> dict[str, Any]:
+def in_flight_tokens(server: Server) -> float:
+    """That were computed again because their steps were not acknowledged, as the router counts them."""
+    return metric_sum(server.metrics, "octavo_recomputed_tokens_total")
+
+
+async def measure(server: Server, case: Case, num_kills: int, expected: list[Generation]) -> dict[str, Any]:
     waits_s: list[float] = []
     ready_s: list[float] = []
-    async with streaming(server.address) as streams:
-        before = computed_tokens(server, case)
+    computed, in_flight = computed_tokens(server, case), in_flight_tokens(server)
+    async with streaming(server.address, expected) as streams:
         for _ in range(num_kills):
             waits, ready = await kill_once(server, case, streams)
             waits_s += waits
             ready_s.append(ready)
-            print(f"{case.title}: {max(waits):.2f} s", flush=True)
-    again = computed_tokens(server, case) - before - sum(stream.num_needed for stream in streams)
+            print(f"{case.title}: {max(waits):.2f} s, ready after {ready:.2f} s", flush=True)
+    again = int(computed_tokens(server, case) - computed - sum(stream.num_needed for stream in streams))
     faults = [fault for stream in streams for fault in stream.faults]
-    print(*faults, sep="\n", end="")
-    in_flight = metric_sum(server.metrics, "octavo_recomputed_tokens_total") if case.survivor == "router" else None
+    for fault in faults:
+        print(fault)
+    by_router = case.survivor == "router"
     return {
         "process": case.title,
         "kills": num_kills,
@@ -200,18 +205,19 @@ async def measure(server: Server, case: Case, num_kills: int) -> dict[str, Any]:
         "wait_p50_s": statistics.median(waits_s),
         "wait_max_s": max(waits_s),
         "ready_p50_s": statistics.median(ready_s),
-        "recomputed_acknowledged_tokens": int(again) if case.survivor == "router" else None,
-        "recomputed_in_flight_tokens": None if in_flight is None else int(in_flight),
-        "recomputed_tokens": int(again) if case.survivor != "router" else None,
+        "recomputed_acknowledged_tokens": again if by_router else None,
+        "recomputed_in_flight_tokens": int(in_flight_tokens(server) - in_flight) if by_router else None,
+        "recomputed_tokens": None if by_router else again,
         "answers": sum(stream.num_answers for stream in streams),
         "lost": len(faults),
     }
 
 
-def run(case: Case, model: str, num_kills: int) -> dict[str, Any]:
-    options = [f"--max-restarts={num_kills + 1}", "--max-restart-pause-s=0.25", "--executor.threads=2"]
-    with serving(model, [*options, *case.options]) as server:
-        return asyncio.run(measure(server, case, num_kills))
+def run(model: str, num_spares: int, cases: list[Case], num_kills: int) -> list[dict[str, Any]]:
+    options = [f"--max-restarts={num_kills + 1}", "--max-restart-pause-s=0.25", f"--spare-executors={num_spares}"]
+    with serving(model, [*options, "--executor.threads=1"]) as server:
+        expected = asyncio.run(learn(server.address))
+        return [asyncio.run(measure(server, case, num_kills, expected)) for case in cases]
 
 
 def main() -> None:
@@ -224,8 +230,10 @@ def main() -> None:
     )
     parser.add_argument("--vllm-model", default="", help="folder or hub id that vLLM serves")
     options = parser.parse_args()
-    cases = [case for case in CASES if case.title.startswith(options.only)]
-    rows = [run(case, options.model, options.kills) for case in cases]
+    rows: list[dict[str, Any]] = []
+    for num_spares, cases in CASES.items():
+        asked = [case for case in cases if case.title.startswith(options.only)]
+        rows += run(options.model, num_spares, asked, options.kills) if asked else []
     if options.vllm_python:
         rows.append(kill_vllm(options.vllm_python, options.vllm_model, PROMPTS))
     else:
