@@ -164,6 +164,9 @@ def _engine_values() -> Schema:
     return {
         "replicas": _count(1, "pods; where autoscaling is on, it decides"),
         "executors": _count(1, "executors of a pod; they share its KV blocks", maximum=64),
+        "spareExecutors": _count(
+            0, "spares of each executor, attached and loaded; each has the weights too", maximum=16
+        ),
         "device": _text(enum=["cpu", "cuda"]),
         "gpuResource": _text("of which a pod on cuda asks for one"),
         "kvMemoryMib": _count(1, "MiB of KV blocks of a pod"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from octavo.launch_config import EngineConfig
+from octavo.launch_plan import plan_engine
 from octavo.settings import load_settings
 from router.config import RouterConfig
 from tests.helm.chart import Rendered, cases, render, values_of, with_model
@@ -98,6 +99,24 @@ def test_routers_know_every_engine_there_is_or_may_be(case: dict[str, Any]) -> N
                 addresses = {"cache_service": f"{host}:7701", "executor": f"{host}:{7702 + executor}"}
                 expected.append({"name": name, **addresses})
     assert engines == expected
+
+
+def test_spares_listen_where_routers_look_for_them(read: Callable[..., Any]) -> None:
+    """What the chart tells the routers is where the launcher puts the executors of a pod."""
+    release = render(with_model(executors=2, spareExecutors=2, replicas=1))
+    config = read(release, "demo-octavo-engine-demo", EngineConfig, "engine")
+    [_, executors] = plan_engine(config, lambda name: f"unix:/{name}")
+    pools: dict[str, list[int]] = {}
+    for spec in executors:
+        [listen] = [argument for argument in spec.argv if argument.startswith("--listen=")]
+        pools.setdefault(spec.pool, []).append(int(listen.rpartition(":")[2]))
+    found = _toml(release, "demo-octavo-router")["router"]["engines"]
+    assert [
+        [int(address.rpartition(":")[2]) for address in (engine["executor"], *engine["spare_executors"])]
+        for engine in found
+    ] == list(pools.values())
+    service = release.named("Service", "demo-octavo-engine-demo")["spec"]
+    assert {port["port"] for port in service["ports"]} == {7701, *range(7702, 7708)}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -16,6 +16,7 @@ cannot.
 {{- if and $model.autoscaling.enabled (gt (int $model.autoscaling.minReplicas) (int $model.autoscaling.maxReplicas)) -}}
 {{- fail (printf "engine.models, %s: autoscaling.minReplicas is more than maxReplicas" $model.id) -}}
 {{- end -}}
+{{- $_ := set $model "numExecutors" (mul (int $model.executors) (add 1 (int $model.spareExecutors))) -}}
 {{- $_ := set $model "fullname" (printf "%s-engine-%s" (include "octavo.fullname" $) $model.id) -}}
 {{- $_ := set $model "usesHub" (and (hasKey $model.source "reference") (ne ($model.source.reference | default "") "demo")) -}}
 {{- $models = append $models $model -}}
@@ -78,6 +79,7 @@ takes for blocks of 20 kB and up. On a GPU they do not.
 {{ include "octavo.tomlTable" (dict "name" "engine" "values" (dict
     "model" (include "octavo.modelReference" .model)
     "executors" .model.executors
+    "spare_executors" .model.spareExecutors
     "start_timeout_s" .model.startTimeoutS)) | trim }}
 
 {{ include "octavo.tomlTable" (dict "name" "cache_service" "values" (mergeOverwrite $cache .root.Values.engine.cacheService)) | trim }}
@@ -97,6 +99,17 @@ seconds after which the launcher kills it.
 {{- ceil (addf $executorS $cacheS .model.preStopSleepS) -}}
 {{- end -}}
 
+{{/* Where an executor's spares listen: behind all that serve at first, those of the first executor first. */}}
+{{- define "octavo.spareExecutors" -}}
+{{- $spares := int .model.spareExecutors -}}
+{{- $addresses := list -}}
+{{- range $spare := until $spares -}}
+{{- $port := add 7702 (int $.model.executors) (mul $.executor $spares) $spare -}}
+{{- $addresses = append $addresses (printf "%s:%d" $.host $port) -}}
+{{- end -}}
+{{- if $addresses }}, spare_executors = {{ $addresses | toJson }}{{ end -}}
+{{- end -}}
+
 {{/*
 Every engine behind the routers, as lines of a TOML array: one for each executor of each pod, named after the model's id,
 the pod's number and, where there are several, the executor's: llama-0, or llama-0.1. Where the number
@@ -109,7 +122,7 @@ of pods may grow, all that there may ever be: a router goes on trying one that i
 {{- range $pod := until $pods }}
 {{- $host := printf "%s-%d.%s.%s.svc.%s" $model.fullname $pod $model.fullname $root.Release.Namespace $root.Values.clusterDomain -}}
 {{- range $executor := until (int $model.executors) }}
-  { name = "{{ $model.id }}-{{ $pod }}{{ if gt (int $model.executors) 1 }}.{{ $executor }}{{ end }}", cache_service = "{{ $host }}:7701", executor = "{{ $host }}:{{ add 7702 $executor }}" },
+  { name = "{{ $model.id }}-{{ $pod }}{{ if gt (int $model.executors) 1 }}.{{ $executor }}{{ end }}", cache_service = "{{ $host }}:7701", executor = "{{ $host }}:{{ add 7702 $executor }}"{{ include "octavo.spareExecutors" (dict "model" $model "host" $host "executor" $executor) }} },
 {{- end }}
 {{- end }}
 {{- end }}
