@@ -15,6 +15,7 @@ from octavo.chat import ChatConfig
 from octavo.demo import DemoConfig
 from octavo.generate import GenerateConfig
 from octavo.launch_config import EngineConfig, ServeConfig
+from octavo.rollout_command import RolloutConfig
 from octavo.settings_sources import option_of
 from octavo.stats import StatsConfig
 from octavo.token_command import TokenConfig
@@ -36,6 +37,7 @@ TABLES: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("octavo stats", "stats", StatsConfig),
     ("octavo top", "top", TopConfig),
     ("octavo token", "token", TokenConfig),
+    ("octavo rollout", "rollout", RolloutConfig),
 )
 
 

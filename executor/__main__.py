@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from executor.config import ExecutorConfig
@@ -56,7 +55,7 @@ async def _serve(config: ExecutorConfig, tls: TlsSource | None, tracing: Tracing
     app = await asyncio.to_thread(importlib.import_module, "executor.app")
     async with app.running(config, stop.fatal, tls, tracing) as executor:
         stop.is_serving = True
-        stop.hand_over_on_signals(executor.host)
+        stop.host = executor.host
         await stop.event.wait()
         log.info("draining")
     return stop.exit_code
@@ -69,20 +68,21 @@ class _Stop:
         self.event = asyncio.Event()
         self.exit_code = 0
         self.is_serving = False
+        self.host: SessionHost | None = None
         self._changes: list[asyncio.Future[object]] = []  # so that nobody collects them
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signal, number)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            loop.add_signal_handler(number, self._hand_over, number)
 
-    def hand_over_on_signals(self, host: "SessionHost") -> None:
-        """SIGUSR1: let sessions go on elsewhere, as before SIGTERM. SIGUSR2: it was not meant so."""
-        loop = asyncio.get_running_loop()
-        for number, change in ((signal.SIGUSR1, host.drain), (signal.SIGUSR2, host.take_again)):
-            loop.add_signal_handler(number, self._change, change)
-
-    def _change(self, change: Callable[[], Awaitable[object]]) -> None:
-        log.info("asked to %s", change.__name__.replace("_", " "))
-        self._changes.append(asyncio.ensure_future(change()))
+    def _hand_over(self, number: int) -> None:
+        """SIGUSR1: sessions are to go on elsewhere, as before SIGTERM. SIGUSR2: not any more."""
+        if self.host is None:  # it does not serve yet
+            return
+        log.info("asked to hand its sessions over" if number == signal.SIGUSR1 else "asked to go on serving")
+        change = self.host.drain() if number == signal.SIGUSR1 else self.host.take_again()
+        self._changes.append(asyncio.ensure_future(change))
 
     def fatal(self, why: str) -> None:
         """This process is of no use any more."""

@@ -27,6 +27,7 @@ COMMANDS = {
     "chat": Command("octavo.chat", "main", "talk with a running server"),
     "stats": Command("octavo.stats", "main", "one look at a running stack"),
     "top": Command("octavo.top", "main", "a running stack in the terminal, kept up to date"),
+    "rollout": Command("octavo.rollout_command", "main", "new executors for a running server, which goes on"),
     "token": Command("octavo.token_command", "main", "make a token for a tenant"),
     "demo": Command("octavo.demo", "main", "serve a small model, ask it a question, and go on serving"),
     "engine": Command("octavo.launcher", "engine", "run a cache service and its executors, supervised"),

@@ -9,15 +9,19 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
+from pathlib import Path
 
 from cache_service.config import CacheServiceConfig
 from executor.config import ExecutorConfig
 from octavo.child import Child, ChildSpec
+from octavo.control import listening
 from octavo.errors import OctavoError
 from octavo.launch_config import EngineConfig, ServeConfig
 from octavo.launch_plan import Stages, plan_engine, plan_serve
 from octavo.logs import PREFIXED_VARIABLE
 from octavo.prefixed_log import PrefixedLog
+from octavo.rollout import Rollout
 from octavo.rpc import answers, is_serving
 from octavo.run_directory import RunDirectory
 from octavo.settings import SECTIONS, load_settings
@@ -51,7 +55,8 @@ def engine(argv: list[str] | None = None) -> int:
     def run() -> int:
         _check_tls(config.cache_service, config.executor)
         with RunDirectory() as directory:
-            return run_stages(plan_engine(config, directory.socket), on_ready, is_json=config.log_format == "json")
+            stages, is_json = plan_engine(config, directory.socket), config.log_format == "json"
+            return run_stages(stages, on_ready, is_json=is_json, directory=directory.path)
 
     return _guarded("octavo engine", run)
 
@@ -62,7 +67,8 @@ def run_serve(config: ServeConfig, on_ready: OnReady) -> int:
     def run() -> int:
         _check_tls(config.cache_service, config.executor, config.router)
         with RunDirectory() as directory:
-            return run_stages(plan_serve(config, directory.socket), on_ready, is_json=config.log_format == "json")
+            stages, is_json = plan_serve(config, directory.socket), config.log_format == "json"
+            return run_stages(stages, on_ready, is_json=is_json, directory=directory.path)
 
     return _guarded("octavo serve", run)
 
@@ -74,13 +80,27 @@ def run_stages(
     answering: HealthProbe = answers,
     *,
     is_json: bool = False,
+    directory: Path | None = None,
 ) -> int:
-    """Run the processes of a plan until a signal or a failure; returns the exit code. `is_json`: their lines are."""
+    """Run the processes of a plan until a signal or a failure; returns the exit code.
+
+    Args:
+        is_json: their lines are.
+        directory: where a roll-out can be asked for; None: nowhere.
+    """
     names = [spec.name for stage in stages for spec in stage]
-    return asyncio.run(_run(stages, on_ready, probe, answering, PrefixedLog([NAME, *names], is_json=is_json)))
+    log = PrefixedLog([NAME, *names], is_json=is_json)
+    return asyncio.run(_run(stages, on_ready, probe, answering, log, directory))
 
 
-async def _run(stages: Stages, on_ready: OnReady, probe: HealthProbe, answering: HealthProbe, log: PrefixedLog) -> int:
+async def _run(
+    stages: Stages,
+    on_ready: OnReady,
+    probe: HealthProbe,
+    answering: HealthProbe,
+    log: PrefixedLog,
+    directory: Path | None,
+) -> int:
     environment = child_environment(dict(os.environ))
 
     def child_of(spec: ChildSpec) -> Child:
@@ -96,7 +116,20 @@ async def _run(stages: Stages, on_ready: OnReady, probe: HealthProbe, answering:
     loop = asyncio.get_running_loop()
     for number in _SIGNALS:
         loop.add_signal_handler(number, supervisor.request_stop)
-    return await supervisor.run(lambda: on_ready(say))
+    rollout = Rollout(supervisor, probe)
+
+    async def roll_out(tell: Callable[[str], None]) -> str | None:
+        def say_and_tell(line: str) -> None:
+            say(line)
+            tell(line)
+
+        failure = await rollout.run(say_and_tell)
+        if failure is not None:
+            say(f"roll-out: {failure}")
+        return failure
+
+    async with listening(directory, {"rollout": roll_out}) if directory else nullcontext():
+        return await supervisor.run(lambda: on_ready(say))
 
 
 def child_environment(environ: dict[str, str]) -> dict[str, str]:

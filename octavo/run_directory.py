@@ -55,6 +55,25 @@ class RunDirectory:
         return f"unix:{self.path / name}.sock"
 
 
+def find_live(base: Path | None = None) -> list[Path]:
+    """The directories under `base` of this user's launchers that run."""
+    return [folder for folder in sorted((base or _default_base()).glob(f"{PREFIX}*")) if _is_live(folder)]
+
+
+def _is_live(folder: Path) -> bool:
+    try:
+        fd = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:  # another user's, or gone by now
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
 def sweep(base: Path) -> list[Path]:
     """Remove the directories under `base` whose launchers are dead; returns them."""
     return [folder for folder in sorted(base.glob(f"{PREFIX}*")) if _remove_if_dead(folder)]

@@ -18,7 +18,7 @@ from octavo.settings_sources import OptionParser, SettingsSources, UsageError, o
 T = TypeVar("T", bound=BaseModel)
 
 # Every table that a configuration file may hold: one file serves all commands.
-SECTIONS = ("cache_service", "executor", "router", "serve", "engine", "generate", "chat", "stats", "token")
+SECTIONS = ("cache_service", "executor", "router", "serve", "engine", "generate", "chat", "stats", "token", "rollout")
 DEFAULT = "default"
 
 

@@ -6,10 +6,12 @@ It knows nothing of models, blocks or gRPC: whether a child is ready is asked th
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from octavo.child import Child, RestartPolicy, describe_status
 
+T = TypeVar("T")
 HealthProbe = Callable[[str, str], Awaitable[bool]]  # (address, service) -> is it serving
 
 _PROBE_INTERVAL_S = 0.1
@@ -65,6 +67,8 @@ class Supervisor:
         self._stop_requested = asyncio.Event()
         self._ending: list[asyncio.Future[None]] = []
         self._starting_since_s: dict[str, float] = {}  # by name: who is not ready yet
+        self._keepers: dict[Child, asyncio.Task[None]] = {}  # of each child that is to run
+        self._group: asyncio.TaskGroup | None = None  # of all keepers, once all are ready
 
     def request_stop(self) -> None:
         """The first time: stop in order. Again: end everything at once. Called in the event loop."""
@@ -113,10 +117,51 @@ class Supervisor:
             children = [child for stage in self._stages for child in stage if not child.spec.is_reserve]
             ready = [asyncio.Event() for _ in children]
             for child, is_ready in zip(children, ready, strict=True):
-                group.create_task(self._run_child(child, is_ready))
+                self._keepers[child] = group.create_task(self._run_child(child, is_ready))
             for is_ready in ready:
                 await is_ready.wait()
+            self._group = group
             await on_ready()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all were ready once, and none is about to end."""
+        return self._group is not None and not self._stop_requested.is_set()
+
+    def pools(self) -> list[list[Child]]:
+        """Children that can take each other's place, those that do not run among them."""
+        pools: dict[str, list[Child]] = {}
+        for child in (child for stage in self._stages for child in stage if child.spec.pool):
+            pools.setdefault(child.spec.pool, []).append(child)
+        return list(pools.values())
+
+    def keeps(self, child: Child) -> bool:
+        """Whether a child is to run: it is started again when it dies."""
+        return child in self._keepers
+
+    def run_beside(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        """Run something that ends with all children at the latest, and whose errors end them. Once all were ready."""
+        assert self._group is not None
+        return self._group.create_task(work)
+
+    async def launch(self, child: Child) -> None:
+        """Start one more child, and keep it running from the moment when it is ready. Only when all others were.
+
+        Raises:
+            ChildFailedError: it did not become ready, and does not run.
+        """
+        assert self._group is not None
+        try:
+            await self._start(child)
+        except ChildFailedError:
+            await child.stop()
+            raise
+        self._keepers[child] = self._group.create_task(self._keep_running(child))
+
+    async def retire(self, child: Child) -> None:
+        """Stop a child in order, for good."""
+        await _cancel(self._keepers.pop(child))
+        await child.stop()
 
     async def _run_child(self, child: Child, is_ready: asyncio.Event) -> None:
         await self._start(child)

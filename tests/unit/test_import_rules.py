@@ -37,6 +37,7 @@ FOUNDATION = {
 CLIENT = {"client", "async_client", "client_channel", "continuation", "messages", "options", "results", "retry"}
 ROOF = {
     *("cli", "launcher", "launch_config", "launch_plan", "supervisor", "child", "guard", "run_directory"),
+    *("rollout", "control", "rollout_command"),
     *("prefixed_log", "demo", "generate", "chat", "stats", "request_config", "connection_config", "token_command"),
     *("top", "top_screen"),
 }

@@ -53,6 +53,7 @@ LIMITS = StepLimits(B, NUM_BLOCKS, vocabulary_size=100, max_context_tokens=64, m
 PROMPTS = {"one": (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11), "two": (50, 51, 52, 53, 54, 55)}
 NUM_ANSWERS = {"one": 1, "two": 2}
 MAX_TOKENS = 5
+EXECUTORS = ("e", "s")
 POINTS = ("before send", "after send", "before acknowledge", "after acknowledge")
 
 
@@ -100,7 +101,7 @@ class Memory:
 
 
 class World:
-    """One router, one executor, one cache service, and one fault: `due` says when it strikes."""
+    """One router, an executor and its spare, one cache service, and one fault: `due` says when it strikes."""
 
     def __init__(self, depth: int, fault: str, due: Callable[[str, int], bool]) -> None:
         self.fault = fault
@@ -108,7 +109,8 @@ class World:
         self.now = 100.0
         self.memory = Memory()
         self.driver = InProcessDriver()
-        self.epoch = self.driver.register("e", NUM_BLOCKS, B)
+        self.epochs = {name: self.driver.register(name, NUM_BLOCKS, B) for name in EXECUTORS}
+        self.name = EXECUTORS[0]  # of the executor that serves
         self.lease_id, self.client_epoch = self.driver.open_lease("router")
         self.metrics = RouterMetrics(lambda: ())
         self.outbox = Outbox()
@@ -119,7 +121,9 @@ class World:
         self.outgoing: deque[Step] = deque()
         self.num_steps = 0
         self.lost_tokens = 0  # of steps in flight when a session was lost
-        self._start_executor()
+        self.stores: dict[str, SessionStore] = {}
+        for name in EXECUTORS:
+            self._start_executor(name)
         self._open_session()
         self.requests = [self._submit(name) for name in PROMPTS]
 
@@ -140,16 +144,28 @@ class World:
 
     # ------------------------------------------------------------------------------------------------------ processes
 
-    def _start_executor(self) -> None:
-        self.store = SessionStore(lambda session_id: Session(session_id, 8, LIMITS, self.memory), 60.0)
+    @property
+    def store(self) -> SessionStore:
+        """Of the executor that serves."""
+        return self.stores[self.name]
+
+    def _start_executor(self, name: str) -> None:
+        self.stores[name] = SessionStore(lambda session_id: Session(session_id, 8, LIMITS, self.memory), 60.0)
 
     def _open_session(self) -> None:
         self.opened: Opened = self.store.open(Opening("router", self.client_epoch, takeover=True))
         session_id = self.opened.session_id
-        self.driver.open_session(CacheSessionKey("e", self.epoch, session_id), "router", self.client_epoch)
+        name, epoch = self.name, self.epochs[self.name]
+        self.driver.open_session(CacheSessionKey(name, epoch, session_id), "router", self.client_epoch, takeover=True)
+        self._report_ended()
+        self.engine.attach(SessionKey(name, epoch, session_id), self.outgoing.append)
+
+    def _report_ended(self) -> None:
         for ended in self.store.take_ended():
-            self.driver.close_session(CacheSessionKey("e", self.epoch, ended))
-        self.engine.attach(SessionKey("e", self.epoch, session_id), self.outgoing.append)
+            self.driver.close_session(CacheSessionKey(self.name, self.epochs[self.name], ended))
+
+    def _go_to_the_other(self) -> None:
+        [self.name] = set(EXECUTORS) - {self.name}
 
     def _strike(self, in_flight: Step) -> None:
         """The session is lost, one way or another; what was on its way is gone, or comes late."""
@@ -158,10 +174,13 @@ class World:
         old = self.opened
         self.engine.detach()
         self.outgoing.clear()
-        if self.fault == "executor died":
-            self.driver.kill_executor("e")
-            self.epoch = self.driver.register("e", NUM_BLOCKS, B)
-            self._start_executor()
+        if self.fault in ("executor died", "spare took over"):
+            dead = self.name
+            self.driver.kill_executor(dead)
+            self._start_executor(dead)
+            if self.fault == "spare took over":
+                self._go_to_the_other()
+            self.epochs[dead] = self.driver.register(dead, NUM_BLOCKS, B)
         self._open_session()
         if self.fault == "late":
             before = dict(self.memory.places)
@@ -169,6 +188,23 @@ class World:
                 self.store.process(old, step_of(step_message(in_flight)))
             assert refused.value.reason == "SESSION_SUPERSEDED"
             assert self.memory.places == before
+
+    def _hand_over(self, step: Step, outcome: Any) -> None:
+        """The executor wants to end: what is on its way comes to its end, and the other one goes on."""
+        self.engine.pause()
+        self.engine.on_outcome(outcome or self._process(step))
+        while self.outgoing:
+            self.engine.on_outcome(self._process(self.outgoing.popleft()))
+        self.engine.take_results()
+        self.store.close(self.opened)
+        other = next(name for name in EXECUTORS if name != self.name)
+        too_early = CacheSessionKey(other, self.epochs[other], 1_000)
+        with pytest.raises(OctavoError, match="not known dead"):
+            self.driver.open_session(too_early, "router", self.client_epoch, takeover=True)
+        self._report_ended()
+        self.engine.detach()
+        self._go_to_the_other()
+        self._open_session()
 
     def _kill_cache_service(self) -> None:
         self.driver.die()
@@ -211,25 +247,32 @@ class World:
         if self._is_struck("before send", number, step):
             return
         outcome = self._process(step)
-        if self._is_struck("after send", number, step):
+        if self._is_struck("after send", number, step, outcome):
             return
         self.engine.on_outcome(outcome)
         self.engine.turn(self.now)
-        if self._is_struck("before acknowledge", number, step) or not self.outgoing:
+        if not self.outgoing:
+            return
+        if self._is_struck("before acknowledge", number, self.outgoing[0]):
             return
         if self.due("after acknowledge", number):
             following = self.outgoing.popleft()
             outcome = self._process(following)
-            if not self._is_struck("after acknowledge", number, following):
+            if not self._is_struck("after acknowledge", number, following, outcome):
                 self.engine.on_outcome(outcome)
 
-    def _is_struck(self, point: str, number: int, step: Step) -> bool:
-        """Whether the fault has cost the session."""
+    def _is_struck(self, point: str, number: int, step: Step, outcome: Any = None) -> bool:
+        """Whether the fault has cost the session. `outcome`: of the step, which was run."""
         if not self.due(point, number) or self.fault == "doubled":
             return False
         if self.fault == "cache service died":
             self._kill_cache_service()
             return False
+        if self.fault == "handed over":
+            if self.outgoing and self.outgoing[0] is step:
+                self.outgoing.popleft()
+            self._hand_over(step, outcome)
+            return True
         self._strike(step)
         return True
 
@@ -347,12 +390,15 @@ def run_world(depth: int, fault: str, due: Callable[[str, int], bool]) -> World:
     return world
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("fault", ["connection broke", "executor died", "late", "doubled", "cache service died"])
+FAULTS = ("connection broke", "executor died", "handed over", "late", "doubled", "cache service died")
+
+
+@pytest.mark.parametrize(("fault", "depth"), [*itertools.product(FAULTS, (1, 2)), ("spare took over", 2)])
 async def test_a_fault_at_any_await_of_any_step_changes_no_token(
     fault: str, depth: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Only steps without an acknowledgement are computed again, and by a death of the cache service none is."""
+    """Only steps without an acknowledgement are computed again; none is when an executor hands over in order, or when
+    the cache service dies."""
     caplog.set_level(logging.CRITICAL)
     undisturbed = run_world(depth, "none", lambda point, number: False)
     num_faults = 0
@@ -361,13 +407,13 @@ async def test_a_fault_at_any_await_of_any_step_changes_no_token(
         num_faults += 1
         again = world.memory.num_computed - undisturbed.memory.num_computed
         assert again <= world.lost_tokens, (point, struck)
-        if fault in ("doubled", "cache service died"):
+        if fault in ("doubled", "cache service died", "handed over"):
             assert again == 0, (point, struck)
     assert num_faults >= 4 * 8
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("fault", ["connection broke", "executor died"])
+@pytest.mark.parametrize("fault", ["connection broke", "executor died", "spare took over", "handed over"])
 async def test_a_fault_in_every_third_step_changes_no_token(
     fault: str, depth: int, caplog: pytest.LogCaptureFixture
 ) -> None:
