@@ -18,11 +18,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from executor.app import LoadedModel, load
 from executor.arena import private_arena
 from executor.batch import pack_batch
 from executor.config import ExecutorConfig
 from executor.ids import StepId
+from executor.loading import LoadedModel, load
 from executor.runner import Runner
 from executor.slots import SlotTable
 from executor.step import NO_INTS, BlockTable, RowSampling, RowStart, Step

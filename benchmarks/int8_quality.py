@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from executor.app import LoadedModel, load
 from executor.arena import private_arena
 from executor.batch import pack_batch
 from executor.config import ExecutorConfig
 from executor.ids import StepId
+from executor.loading import LoadedModel, load
 from executor.slots import SlotTable
 from executor.step import BlockTable, RowSampling, RowStart, Step
 from octavo.conversion_cache import conversion_of

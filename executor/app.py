@@ -7,7 +7,6 @@ import asyncio
 import importlib.metadata
 import logging
 import os
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -15,25 +14,17 @@ from functools import partial
 
 import torch
 from prometheus_client import CollectorRegistry
-from transformers.utils import logging as transformers_logging
 
 from executor.arena import Arena, KvGeometry, map_arena
-from executor.attention import AttentionBackend
-from executor.attention_choice import choose_attention
 from executor.cache_link import CacheLink
 from executor.clients.cache import ArenaGrant, CacheClient, Registration
 from executor.config import ExecutorConfig
 from executor.cuda.arena import map_cuda_arena
-from executor.cuda.place import check_device, make_runner, place
+from executor.cuda.place import make_runner
 from executor.ids import SessionId
-from executor.kernels_conflict import check_kernels, installed_kernels_version
+from executor.loading import LoadedModel, load
 from executor.logits.constraint import ConstraintMaker
 from executor.metrics import ExecutorMetrics, MeteredRunner, StateCollector
-from executor.model.description import ModelDescription
-from executor.model.forward import CausalModel
-from executor.model.loader import describe_model, load_model
-from executor.model.rewrite import INT8, rewrite_model
-from executor.model.verify import verify_model
 from executor.model.vocabulary import load_vocabulary
 from executor.servicer import MAX_STEPS_IN_FLIGHT, ExecutorServicer, start_executor_server
 from executor.servicer_messages import ExecutorDescription
@@ -43,25 +34,11 @@ from executor.sessions import SessionStore
 from executor.step_check import StepLimits
 from octavo.errors import Code, OctavoError
 from octavo.metrics import start_metrics_server
-from octavo.model_source import resolve_model
 from octavo.rpc import IDLE, ServerParts
 from octavo.tls import TlsSource
 from octavo.tracing import NO_TRACING, Tracing
 
 log = logging.getLogger(__name__)
-
-LOADED_AS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", INT8: "float32"}
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model that passed every check, and how it will run."""
-
-    model: CausalModel
-    description: ModelDescription
-    geometry: KvGeometry
-    attention: AttentionBackend
-    weights: str  # number format of its linear layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,35 +88,6 @@ async def running(
     finally:
         await server.stop(0)
         await asyncio.to_thread(tracing.close)
-
-
-def load(config: ExecutorConfig) -> LoadedModel:
-    """Everything that needs no other process. Takes seconds to minutes. Raises OctavoError."""
-    warning = check_kernels(config.attention, installed_kernels_version())
-    if warning:
-        log.warning(warning)
-    check_device(config.device)
-    attention = choose_attention(config.attention, config.device)
-    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
-    transformers_logging.disable_progress_bar()
-    source = resolve_model(config.model)
-    began_s = time.monotonic()
-    dtype = LOADED_AS[config.weights]
-    log.info("loading %s as %s", config.model, dtype)
-    model = load_model(source, dtype)
-    place(model, config.device)
-    kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
-    geometry = KvGeometry(config.block_size, kv_dtype, model.layers)
-    log.info("loaded %s (%s) in %.1f s", source.name, type(model.module).__name__, time.monotonic() - began_s)
-    if config.verify_model:
-        difference = verify_model(model, attention, geometry)
-        log.info("verified: paged logits are within %.2g of the plain model's", difference)
-    if config.rewrite_model:
-        model = rewrite_model(model, attention, geometry, int8=config.weights == INT8)
-    if config.weights == INT8 and model.linear_format != INT8:
-        log.warning("weights int8 were asked for and cannot be had: linear layers run in %s", model.linear_format)
-    description = describe_model(model, source, config.model_name, config.max_context_tokens)
-    return LoadedModel(model, description, geometry, attention, model.linear_format)
 
 
 @asynccontextmanager

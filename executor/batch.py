@@ -66,6 +66,13 @@ class Batch:
         """Over all rows."""
         return len(self.input_ids)
 
+    @property
+    def all_logits_tokens(self) -> Tensor:
+        """[num_sampling + num_scored] int64: those of the sampling rows, then those before scored tokens."""
+        if self.prompt_scores is None:
+            return self.logits_tokens
+        return torch.cat((self.logits_tokens, self.prompt_scores.logits_tokens))
+
 
 def pack_batch(table: SlotTable, slots: Ints, starts: Ints, counts: Ints, block_size: int) -> Batch:
     """Pack rows that run `counts` tokens from `starts` on.

@@ -16,7 +16,7 @@ from executor.attention import AttentionBackend
 from executor.batch import Batch
 from executor.logits.adjust import adjust
 from executor.logits.score import token_logprobs
-from executor.model.forward import CausalModel
+from executor.model.served import ServedModel
 from executor.sampler import sample
 from executor.step import MODEL_ERROR, NO_INTS, OUT_OF_MEMORY, Ints, StepError, StepOutput
 from octavo.errors import OctavoError
@@ -29,7 +29,7 @@ class Runner:
 
     def __init__(
         self,
-        model: CausalModel,
+        model: ServedModel,
         arena: Arena,
         attention: AttentionBackend,
         clock: Callable[[], float] = time.perf_counter,

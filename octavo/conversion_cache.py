@@ -79,10 +79,10 @@ def conversion_of(source: ModelSource, part: str) -> Conversion | None:
     digest = hashlib.sha256(_FORMAT + importlib.metadata.version("transformers").encode())
     with source.path.open("rb") as stream:
         digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return Conversion(_cache_directory() / f"{source.path.stem}-{digest.hexdigest()[:24]}" / part)
+    return Conversion(cache_directory() / f"{source.path.stem}-{digest.hexdigest()[:24]}" / part)
 
 
-def _cache_directory() -> Path:
+def cache_directory() -> Path:
     """By the XDG base directory specification: $XDG_CACHE_HOME, else ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo" / "models"
 

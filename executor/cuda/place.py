@@ -7,11 +7,12 @@ import importlib
 from collections.abc import Callable
 
 import torch
+from torch import nn
 
 from executor.arena import Arena
 from executor.attention import AttentionBackend
 from executor.config import ExecutorConfig
-from executor.model.forward import CausalModel
+from executor.model.served import ServedModel
 from executor.runner import Runner
 from octavo.errors import Code, OctavoError
 
@@ -31,12 +32,12 @@ def check_device(device: str) -> None:
         )
 
 
-def place(model: CausalModel, device: str) -> None:
+def place(module: nn.Module, device: str) -> None:
     """Move the weights. Raises RESOURCE_EXHAUSTED OUT_OF_MEMORY."""
     if device == "cpu":
         return
     try:
-        model.module.to(device)
+        module.to(device)
     except torch.OutOfMemoryError as error:
         raise OctavoError(
             Code.RESOURCE_EXHAUSTED, "OUT_OF_MEMORY", f"the weights do not fit into {device}: {error}"
@@ -44,7 +45,7 @@ def place(model: CausalModel, device: str) -> None:
 
 
 def make_runner(
-    model: CausalModel,
+    model: ServedModel,
     arena: Arena,
     attention: AttentionBackend,
     config: ExecutorConfig,

@@ -39,6 +39,7 @@ class CudaRunner(Runner):
     ) -> None:
         """on_fatal: told, from the thread of the steps, why no step can run any more."""
         super().__init__(model, arena, attention)
+        self._causal = model
         self._device = arena.blocks.device
         self._upload = uploader(self._device)
         self._graphs: DecodeGraphs | None = None
@@ -62,7 +63,7 @@ class CudaRunner(Runner):
         if not max_rows:
             return
         with self._on_device(), torch.inference_mode():
-            graphs = DecodeGraphs(self._model, self._arena.views, self._upload, max_rows, max_context_tokens)
+            graphs = DecodeGraphs(self._causal, self._arena.views, self._upload, max_rows, max_context_tokens)
             try:
                 graphs.capture(capture or CudaCapture(), sizes)
             except (RuntimeError, ValueError) as error:

@@ -6,13 +6,13 @@ it. What modules do is measured where their code could mean several things (norm
 embedding). Nothing here changes the model; that the parts are all there is, the comparison of logits proves.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from executor.model.decoder_form import DecoderParts, LayerParts, LinearPart, NormPart, Rotary
 from executor.model.hook import AttentionHook
 from executor.model.probe import Recorder
 
@@ -23,63 +23,9 @@ _HEAD_NORMS = {"q_norm", "k_norm"}
 _MLP = {"gate_proj", "up_proj", "down_proj"}
 _RTOL, _ATOL = 1e-4, 1e-5
 
-Rotary = Callable[[Tensor], tuple[Tensor, Tensor]]  # positions [num_positions] -> cos, sin [num_positions, rotary_dim]
-
 
 class NotRecognizedError(Exception):
     """The model is not of the form, and this is where."""
-
-
-@dataclass(frozen=True, slots=True)
-class NormPart:
-    """x / sqrt(mean(x^2) + epsilon) * weight"""
-
-    weight: Tensor  # [size] float32, with what the module adds to its own
-    epsilon: float
-
-
-@dataclass(frozen=True, slots=True)
-class LinearPart:
-    """x @ weight.T + bias"""
-
-    weight: Tensor  # [num_outputs, num_inputs]
-    bias: Tensor | None  # [num_outputs]
-
-
-@dataclass(frozen=True, slots=True)
-class LayerParts:
-    """One layer."""
-
-    before_attention: NormPart
-    after_attention: NormPart | None
-    before_mlp: NormPart
-    after_mlp: NormPart | None
-    query_norm: NormPart | None
-    key_norm: NormPart | None
-    q: LinearPart
-    k: LinearPart
-    v: LinearPart
-    o: LinearPart
-    gate: LinearPart
-    up: LinearPart
-    down: LinearPart
-    num_kv_heads: int
-    rotary: int  # index into `DecoderParts.rotaries`
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderParts:
-    """A whole model."""
-
-    layers: Sequence[LayerParts]
-    rotaries: tuple[Rotary, ...]
-    embedding: Tensor  # [vocabulary_size, hidden_size]
-    embedding_scale: float
-    last_norm: NormPart
-    head: LinearPart
-    intermediate_size: int
-    activation: str  # as `kernels.cpu.library.ACTIVATIONS` names it
-    logits_softcap: float  # 0: none
 
 
 def take_apart(model: Any, hook: AttentionHook) -> DecoderParts:

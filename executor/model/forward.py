@@ -57,9 +57,7 @@ class CausalModel:
         Returns:
             [num_sampling + num_scored, vocabulary_size] float32
         """
-        tokens = batch.logits_tokens
-        if batch.prompt_scores is not None:
-            tokens = torch.cat((tokens, batch.prompt_scores.logits_tokens))
+        tokens = batch.all_logits_tokens
         if self.rewritten is not None:
             return self.rewritten.forward(batch, attention, tokens)
         device = self.module.device  # `to` the device where a tensor is returns it

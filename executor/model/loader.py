@@ -18,6 +18,7 @@ from executor.model.hook import IMPLEMENTATION, AttentionHook
 from executor.model.probe import probe_geometry
 from executor.model.refusal import not_loadable, unsupported
 from executor.model.rope_factors import FACTORS, apply_rope_factors
+from executor.model.served import ModelFacts, describe
 from executor.model.support import check_config
 from octavo.conversion_cache import Conversion, conversion_of
 from octavo.errors import OctavoError
@@ -46,24 +47,19 @@ def load_model(source: ModelSource, weights_dtype: str) -> CausalModel:
 
 
 def describe_model(model: CausalModel, source: ModelSource, name: str, max_context_tokens: int) -> ModelDescription:
-    """What routers need to know.
+    """See `served.describe`."""
+    return describe(facts_of(model, source), source, name, max_context_tokens)
 
-    Args:
-        name: what clients ask for; empty: the source's own.
-        max_context_tokens: 0: as long as the model allows.
 
-    Raises:
-        OctavoError: FAILED_PRECONDITION: the context asked for is longer than the model's.
-    """
+def facts_of(model: CausalModel, source: ModelSource) -> ModelFacts:
+    """Reads parts of the weights' files, for the fingerprint."""
     revision = getattr(model.config, "_commit_hash", None) or ""
-    return ModelDescription(
-        name=name or source.name,
-        source=source.reference,
+    return ModelFacts(
         revision=revision,
         fingerprint=fingerprint_of(model.config.to_dict(), model.linear_format, revision, weights_files(source.path)),
         architecture=type(model.module).__name__,
         vocabulary_size=model.vocabulary_size,
-        max_context_tokens=_context(model.config.get_text_config(), max_context_tokens),
+        longest_context=int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0),
         eos_token_ids=_eos_token_ids(model),
     )
 
@@ -161,15 +157,6 @@ def _not_loadable(source: ModelSource, error: Exception) -> OctavoError:
         f"{source.reference}: {type(error).__name__}: {error} (are the files whole, and is the architecture one that "
         f"transformers knows?)"
     )
-
-
-def _context(text: Any, wanted: int) -> int:
-    allowed = getattr(text, "max_position_embeddings", None)
-    if wanted and allowed and wanted > allowed:
-        raise unsupported(f"max_context_tokens {wanted}: its positions end at {allowed}")
-    if not wanted and not allowed:
-        raise unsupported("its configuration names no longest sequence; set max_context_tokens")
-    return wanted or int(allowed or 0)
 
 
 def _eos_token_ids(model: CausalModel) -> tuple[int, ...]:

@@ -13,14 +13,14 @@ from typing import Any
 from executor.arena import KvGeometry
 from executor.attention import AttentionBackend
 from executor.model.calibration import calibration_sequences
-from executor.model.decoder_parts import DecoderParts, NotRecognizedError, take_apart
+from executor.model.decoder_form import DecoderParts
+from executor.model.decoder_parts import NotRecognizedError, take_apart
 from executor.model.forward import CausalModel
 from executor.model.smoothing import measure_peaks, smooth
 from executor.model.verify import compare_with_plain
+from executor.model.weights_format import INT8
 
 log = logging.getLogger(__name__)
-
-INT8 = "int8"
 
 
 def rewrite_model(
@@ -69,7 +69,7 @@ def _proved(model: CausalModel, attention: AttentionBackend, geometry: KvGeometr
 
 def _pack(model: CausalModel, attention: Any, parts: DecoderParts, weights_format: str) -> CausalModel:
     """Imported only here: where attention is another's, nothing is compiled."""
-    made = importlib.import_module("executor.model.rewritten").RewrittenDecoder(
-        attention.library, parts, model.probed.attention, model.layers, weights_format
-    )
-    return replace(model, rewritten=made)
+    library = attention.library
+    packed = importlib.import_module("executor.model.packing").pack(library, parts, model.layers, weights_format)
+    rewritten = importlib.import_module("executor.model.rewritten")
+    return replace(model, rewritten=rewritten.RewrittenDecoder(library, packed, model.probed.attention))

@@ -23,7 +23,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from executor.model.decoder_parts import DecoderParts, LayerParts, LinearPart, NormPart
+from executor.model.decoder_form import DecoderParts, LayerParts, LinearPart, NormPart
 from executor.model.hook import IMPLEMENTATION
 
 _SMALLEST = 1e-8

@@ -59,6 +59,12 @@ void* octavo_linear_pack(const float* weights, const float* bias, int64_t num_ou
   }
 }
 
+// Bytes of the packed weights; scales and bias have a float per output, up to a whole panel.
+int64_t octavo_linear_bytes(const Linear* linear) { return weights_bytes(*linear); }
+
+// What the layout of packed weights depends on; what was packed in one is read only in the same.
+int64_t octavo_linear_layout() { return (kPanel * 100 + kGroup) * 1000 + kWeightZero; }
+
 void octavo_linear_free(void* linear) { free_linear(static_cast<Linear*>(linear)); }
 
 // Outputs that a row of logits has room for: a whole number of panels.

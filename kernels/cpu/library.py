@@ -57,6 +57,16 @@ class Norm(Structure):
     _fields_ = (("weight", c_void_p), ("epsilon", c_float), ("unused", c_int32))
 
 
+class Linear(Structure):
+    """Packed weights of one linear layer; no bias: null."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("num_outputs", "num_inputs")),
+        *((name, c_int32) for name in ("format", "gated")),
+        *((name, c_void_p) for name in ("weights", "scales", "bias")),
+    )
+
+
 class DecoderLayer(Structure):
     """One layer of a rewritten model."""
 
@@ -115,6 +125,8 @@ _SIGNATURES = {
     ),
     "octavo_panel": (c_int64, ()),
     "octavo_linear_pack": (c_void_p, (c_void_p, c_void_p, c_int64, c_int64, c_int, c_int)),
+    "octavo_linear_bytes": (c_int64, (c_void_p,)),
+    "octavo_linear_layout": (c_int64, ()),
     "octavo_linear_free": (None, (c_void_p,)),
     "octavo_linear": (c_int, (c_void_p, c_void_p, c_int64, c_void_p, c_int)),
     "octavo_decode": (c_int, (POINTER(Decoder), POINTER(Step), c_int)),

@@ -245,8 +245,7 @@ Linear* pack_linear(const float* weights, const float* bias, int64_t num_outputs
                     bool gated) {
   auto* linear = new Linear{num_outputs, num_inputs, format, gated, nullptr, nullptr, nullptr};
   int64_t groups = (num_inputs + kGroup - 1) / kGroup, padded_outputs = linear->panels() * kPanel;
-  int64_t per_output = format == kInt8 ? groups * kGroup : num_inputs * format_bytes(format);
-  linear->weights = allocate<char>(padded_outputs * per_output);
+  linear->weights = allocate<char>(weights_bytes(*linear));
   linear->scales = allocate<float>(padded_outputs);
   linear->bias = bias ? allocate<float>(padded_outputs) : nullptr;
   int64_t half = num_outputs / 2;
@@ -275,6 +274,12 @@ Linear* pack_linear(const float* weights, const float* bias, int64_t num_outputs
     }
   }
   return linear;
+}
+
+int64_t weights_bytes(const Linear& linear) {
+  int64_t groups = (linear.num_inputs + kGroup - 1) / kGroup;
+  int64_t per_output = linear.format == kInt8 ? groups * kGroup : linear.num_inputs * format_bytes(linear.format);
+  return linear.panels() * kPanel * per_output;
 }
 
 void free_linear(Linear* linear) {

@@ -71,6 +71,7 @@ struct Product {
 Linear* pack_linear(const float* weights, const float* bias, int64_t num_outputs, int64_t num_inputs, int32_t format,
                     bool gated);
 void free_linear(Linear* linear);
+int64_t weights_bytes(const Linear& linear);
 
 // One member's share of out = in * weights^T, units taken from the counter.
 void multiply(const Linear& linear, const Rows2d& in, int64_t num_tokens, const Product& product, int num_threads,
