@@ -64,7 +64,9 @@ def _find(config: ExecutorConfig, source: ModelSource, attention: AttentionBacke
     kept = _place(config, source, attention)
     found = kept.load() if kept is not None else None
     if found is not None:
-        log.info("mapped %s in %.1f s: an earlier start checked and kept it", source.name, time.monotonic() - began_s)
+        log.info(
+            "mapped %s in %.1f s, as an earlier start verified and kept it", source.name, time.monotonic() - began_s
+        )
         return found
     model, facts = importlib.import_module("executor.model.checked").load_checked(config, source, attention)
     if kept is None or not _may_be_kept(config, model, facts):
