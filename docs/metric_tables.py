@@ -18,7 +18,7 @@ HEAD = """# Metrics
 
 What each process exports at `/metrics`, in the order of its code. A counter's series ends in `_total`, a histogram has
 `_bucket`, `_sum` and `_count`; durations are in seconds. How they are scraped, alerted on and shown:
-[operations](operations.md#metrics). `make docs` writes this page.
+[operations](operations/monitoring.md#metrics). `make docs` writes this page.
 """
 
 
