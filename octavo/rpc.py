@@ -283,6 +283,11 @@ class ServerParts:
         await asyncio.sleep(accept_window_s)
         await self.stop(grace_s)
 
+    async def take_no_more(self, grace_s: float) -> None:
+        """Until cancelled, or the grace is over and every call is ended: connections are told to go (GOAWAY), so that
+        clients and proxies open others, elsewhere; what runs goes on."""
+        await self.server.stop(grace_s)
+
     async def stop(self, grace_s: float | None) -> None:
         """End every call within grace, then the answers about health."""
         await self.server.stop(grace_s)

@@ -57,6 +57,7 @@ class Router:
         self._server: ServerParts | None = None
         self._metrics_server: MetricsServer | None = None
         self._is_closed = False
+        self._is_ending = False
 
     async def start(self) -> None:
         """Listen, and begin to connect. Health says NOT_SERVING until a model is served.
@@ -109,14 +110,17 @@ class Router:
     async def drain(self) -> None:
         """Say NOT_SERVING, take calls a little longer, let live requests end within the grace, and close."""
         assert self._server is not None, "start comes first"
+        self._is_ending = True
         await self._server.set_serving(False)
         if self.fleet.num_live:
             log.info("draining: %d requests", self.fleet.num_live)
         await asyncio.sleep(self._config.drain_accept_window_s)
-        self.fleet.is_draining = True
+        going = asyncio.create_task(self._server.take_no_more(self._config.drain_grace_s + STOP_GRACE_S))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.drain_grace_s):
                 await self._wait_until_idle()
+        going.cancel()
+        await asyncio.gather(going, return_exceptions=True)
         await self.close()
 
     async def close(self) -> None:
@@ -143,7 +147,7 @@ class Router:
 
     async def _show_ready(self, is_ready: bool) -> None:
         if self._server is not None:
-            await self._server.set_serving(is_ready and not self.fleet.is_draining)
+            await self._server.set_serving(is_ready and not self._is_ending)
 
 
 def _trace_of(config: RouterConfig) -> StepTrace | None:
