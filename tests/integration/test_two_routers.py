@@ -7,9 +7,8 @@ from contextlib import AsyncExitStack
 import grpc
 import pytest
 
-from octavo import AsyncClient
-from octavo.errors import Code, OctavoError
-from octavo.rpc import is_serving
+from octavo.errors import Code
+from octavo.rpc import error_of_call, is_serving
 from octavo.v1 import inference_pb2_grpc
 from router.app import Router
 from tests.engines import RunningEngine, router_in_front_of
@@ -22,8 +21,8 @@ FOLLOWING_HEALTH = json.dumps(
 )
 
 
-async def call(stub: inference_pb2_grpc.InferenceServiceStub, number: int) -> tuple[int, ...]:
-    stopping = {"max_tokens": MAX_TOKENS, "ignore_eos": True}
+async def call(stub: inference_pb2_grpc.InferenceServiceStub, number: int, max_tokens: int) -> tuple[int, ...]:
+    stopping = {"max_tokens": max_tokens, "ignore_eos": True}
     asked = request(token_ids={"ids": [1, 20 + number]}, sampling={"temperature": 0}, stopping=stopping)
     return tuple((await stub.Generate(asked, timeout=120)).choices[0].token_ids)
 
@@ -44,7 +43,7 @@ async def test_a_router_is_replaced_under_load_and_no_call_is_lost(llama_engine:
         async def caller(number: int) -> int:
             num_calls = 0
             while not is_over.is_set():
-                assert await call(stub, number) == whole[number], "two routers change no token"
+                assert await call(stub, number, MAX_TOKENS) == whole[number], "two routers change no token"
                 num_calls += 1
             return num_calls
 
@@ -62,19 +61,17 @@ async def test_a_router_is_replaced_under_load_and_no_call_is_lost(llama_engine:
 async def test_what_the_grace_is_too_short_for_is_ended_and_gives_its_blocks_back(llama_engine: RunningEngine) -> None:
     options = {"drain_grace_s": 0.2, "drain_accept_window_s": 0.0}
     async with router_in_front_of(llama_engine, router_id="stays") as stays:
-        async with (
-            router_in_front_of(llama_engine, router_id="goes", **options) as goes,
-            AsyncClient(f"127.0.0.1:{goes.port}", timeout_s=120, retries=0) as client,
-        ):
-            asked = asyncio.create_task(client.generate([1, 20], max_tokens=480, ignore_eos=True))
+        async with router_in_front_of(llama_engine, router_id="goes", **options) as goes:
+            asked = asyncio.create_task(_alone(goes, 0, 480))
             assert await until(lambda: goes.fleet.num_live == 1)
             await goes.drain()
-            with pytest.raises(OctavoError) as error:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await asked
-        assert (error.value.code, error.value.reason) == (Code.UNAVAILABLE, "DRAINING")
+        error = error_of_call(caught.value)
+        assert (error.code, error.reason) == (Code.UNAVAILABLE, "DRAINING")
         assert len(await _alone(stays, 1)) == MAX_TOKENS, "the other one's lease and session are untouched"
 
 
-async def _alone(router: Router, number: int) -> tuple[int, ...]:
+async def _alone(router: Router, number: int, max_tokens: int = MAX_TOKENS) -> tuple[int, ...]:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{router.port}") as channel:
-        return await call(inference_pb2_grpc.InferenceServiceStub(channel), number)
+        return await call(inference_pb2_grpc.InferenceServiceStub(channel), number, max_tokens)
