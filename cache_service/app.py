@@ -101,7 +101,8 @@ async def running(
     )
     _take_over(service, servicer, outside)
     outside.reclaim()
-    metrics = start_metrics_server(make_registry(service), config.metrics_listen) if config.metrics_listen else None
+    registry = make_registry(service, tls)
+    metrics = start_metrics_server(registry, config.metrics_listen) if config.metrics_listen else None
     try:
         try:
             server = await start_cache_server(

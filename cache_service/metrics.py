@@ -13,16 +13,19 @@ from cache_service.managed_arena import ManagedArena
 from cache_service.registry import Executor
 from cache_service.service import CacheService
 from cache_service.times import DurationHistogram
+from octavo.tls import TlsSource
+from octavo.tls_metrics import TlsCollector
 
 MAX_TENANT_LABELS = 100
 OTHER_TENANTS = "other"
 STATES = ("free", "cached", "used", "fenced", "reserved")
 
 
-def make_registry(service: CacheService) -> CollectorRegistry:
+def make_registry(service: CacheService, tls: TlsSource | None = None) -> CollectorRegistry:
     """A registry of its own with everything that this process exports."""
     registry = CollectorRegistry()
     registry.register(CacheServiceCollector(service))
+    registry.register(TlsCollector({"internal": tls}))
     return registry
 
 

@@ -10,6 +10,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from cache_service.metrics import make_registry
 from cache_service.service import CacheService
 from executor.metrics import ExecutorMetrics, StateCollector
+from octavo.tls_metrics import TlsCollector
 from router.metrics import RouterMetrics
 from router.tenants.metrics import TenantMetrics
 
@@ -53,10 +54,12 @@ def _table(process: str, families: list[Family]) -> str:
 
 def _registries() -> dict[str, CollectorRegistry]:
     of_router = RouterMetrics(list).registry
+    of_router.register(TlsCollector({}))
     TenantMetrics(of_router, 0, dict, lambda: True)
     of_executor = CollectorRegistry()
     ExecutorMetrics(of_executor, "")
     info = dict.fromkeys(("executor", "model_name", "device", "attention", "weights_dtype", "kv_dtype", "version"), "")
+    of_executor.register(TlsCollector({}))
     of_executor.register(StateCollector(info, lambda: 0, lambda: 0))
     return {"Router": of_router, "Cache service": make_registry(CacheService()), "Executor": of_executor}
 

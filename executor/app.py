@@ -36,6 +36,7 @@ from octavo.errors import Code, OctavoError
 from octavo.metrics import start_metrics_server
 from octavo.rpc import IDLE, ServerParts
 from octavo.tls import TlsSource
+from octavo.tls_metrics import TlsCollector
 from octavo.tracing import NO_TRACING, Tracing
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ async def running(
         registration = _registration(config, loaded)
         client = CacheClient(config.cache_service, registration, tls, config.internal_tls_server_name)
         try:
-            async with _serving(config, loaded, client, servicer, server, on_fatal) as executor:
+            async with _serving(config, loaded, client, servicer, server, on_fatal, tls) as executor:
                 yield executor
         finally:
             await client.close()
@@ -98,6 +99,7 @@ async def _serving(
     servicer: ExecutorServicer,
     server: ServerParts,
     on_fatal: Callable[[str], None],
+    tls: TlsSource | None,
 ) -> AsyncIterator[RunningExecutor]:
     grant = await client.register(config.register_timeout_s)
     arena = _map(grant, loaded.geometry, config.device)
@@ -115,6 +117,7 @@ async def _serving(
         lambda why: loop.call_soon_threadsafe(on_fatal, why),
     )
     store = _make_store(config, loaded, MeteredRunner(runner, metrics), arena.num_blocks)
+    registry.register(TlsCollector({"internal": tls}))
     registry.register(StateCollector(_info(description), lambda: store.num_sessions, lambda: store.num_rows))
     link = CacheLink(client, grant, on_fatal, arena.lost_reason)
     host = SessionHost(store, link, on_idle=partial(server.set_health, IDLE))

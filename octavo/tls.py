@@ -105,7 +105,11 @@ def internal_tls(options: InternalTlsOptions) -> "TlsSource | None":
 class TlsSource:
     """The content of some files, read again when they change. May be asked from any thread.
 
-    What is new but cannot be used (half written, or the key of another certificate) is logged once; the old one stays.
+    What is new but cannot be used (half written, or the key of another certificate) is logged and counted once; the
+    old one stays.
+
+    Attributes:
+        num_reloads, num_failures: changes that were taken, and that could not be.
 
     Raises:
         ValueError: the files cannot be used now.
@@ -116,11 +120,17 @@ class TlsSource:
         self._lock = threading.Lock()
         self._stamp, self._material = _read_whole(files)
         self._refused: Stamp | None = None
+        self.num_reloads = self.num_failures = 0
         _warn_if_readable_by_all(files.key)
 
     @property
     def asks_for_certificates(self) -> bool:
         return bool(self._files.ca)
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the files could be used when `latest` last looked."""
+        return self._refused is None
 
     def latest(self) -> TlsMaterial:
         """The content as it is now, the same object as long as nothing has changed. Never raises."""
@@ -130,7 +140,10 @@ class TlsSource:
                 if stamp not in (self._stamp, self._refused):
                     self._stamp, self._material = _read_whole(self._files)
                     self._refused = None
+                    self.num_reloads += 1
                     log.info("the certificate of %s has changed and is used from now on", self._files.certificate)
+                elif stamp == self._stamp:
+                    self._refused = None  # what could not be used is taken back
             except ValueError as error:
                 self._refuse(error)
             return self._material
@@ -141,6 +154,7 @@ class TlsSource:
         except ValueError:
             stamp = ()
         if stamp != self._refused:
+            self.num_failures += 1
             log.error("a changed certificate is not used, the one before stays: %s", error)
         self._refused = stamp
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from octavo.metrics import MetricsServer, start_metrics_server
 from octavo.rpc import MIB, ServerParts, start_server
 from octavo.tls import public_tls
+from octavo.tls_metrics import TlsCollector
 from octavo.tracing import NO_TRACING, Tracing
 from router.config import RouterConfig
 from router.fleet import Fleet
@@ -51,6 +52,7 @@ class Router:
         self.metrics = RouterMetrics(lambda: self.fleet.links, self._trace)
         router_id = config.router_id or f"{socket.gethostname()}:{config.listen}"
         self.fleet = Fleet(config, router_id, self.metrics, self._threads, self._show_ready, load)
+        self.metrics.registry.register(TlsCollector({"public": self._tls, "internal": self.fleet.tls}))
         self._gate = Gate(config, self.metrics.registry)
         traces = RequestTraces(tracing)
         self._servicer = InferenceServicer(self.fleet, config, self.metrics, self._gate, traces)

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor as ThreadExecutor
 
+from octavo.tls import internal_tls
 from router import refusals
 from router.backend import Backend
 from router.config import RouterConfig
@@ -45,7 +46,8 @@ class Fleet:
         self.observers = observers
         self._on_ready = on_ready
         tokenizers = Tokenizers(load, threads, max_kept=len(config.fleet))
-        common = Common(config, router_id, observers, tokenizers, threads, self._tell_ready)
+        self.tls = internal_tls(config)
+        common = Common(config, router_id, observers, tokenizers, threads, self._tell_ready, self.tls)
         self.links = tuple(Link(address, common) for address in config.fleet)
 
     @property

@@ -14,7 +14,7 @@ from enum import Enum, auto
 from typing import Any
 
 from octavo.errors import Code, OctavoError
-from octavo.tls import internal_tls
+from octavo.tls import TlsSource
 from router import refusals
 from router.backend import Backend
 from router.backoff import Backoff
@@ -89,6 +89,7 @@ class Common:
 
     Attributes:
         on_ready: told whenever a link can, or can no longer, take new requests.
+        tls: of the calls to executors and cache services.
     """
 
     config: RouterConfig
@@ -97,6 +98,7 @@ class Common:
     tokenizers: Tokenizers
     threads: ThreadExecutor
     on_ready: Callable[[], Awaitable[None]]
+    tls: TlsSource | None
 
 
 class Link:
@@ -117,7 +119,7 @@ class Link:
         self.is_ready = False
         self._common = common
         self._config = config
-        tls, server_name = internal_tls(config), config.internal_tls_server_name
+        tls, server_name = common.tls, config.internal_tls_server_name
         addresses = (address.executor, *address.spare_executors)
         self._pool = Pool(address.name, [(each, ExecutorClient(each, tls, server_name)) for each in addresses])
         self._watch: asyncio.Task[None] | None = None

@@ -8,7 +8,9 @@ from helm.dashboards.panels import (
     Panel,
     Query,
     Row,
+    figure,
     quantiles,
+    stacked,
 )
 
 UID, TITLE = "octavo-kv-cache", "Octavo KV cache"
@@ -30,42 +32,24 @@ def _rate(metric: str) -> Query:
 _NOW = Row(
     "Now",
     [
-        Panel(
+        figure(
             "Blocks in use",
             "percentunit",
-            [Query(f"sum({_IN_USE}) / sum({_USABLE})")],
+            f"sum({_IN_USE}) / sum({_USABLE})",
             "Cached blocks do not count: they are taken when they are needed.",
-            is_number=True,
             warn_at=0.8,
             alarm_at=0.95,
         ),
-        Panel(
+        figure(
             "Prompt tokens found",
             "percentunit",
-            [
-                Query(
-                    f"sum(rate(octavo_prefix_cache_hits_total{{{_OF_ROUTERS}}}{_RATE})) / "
-                    f"sum(rate(octavo_prefix_cache_queries_total{{{_OF_ROUTERS}}}{_RATE}))"
-                )
-            ],
+            f"sum(rate(octavo_prefix_cache_hits_total{{{_OF_ROUTERS}}}{_RATE})) / "
+            f"sum(rate(octavo_prefix_cache_queries_total{{{_OF_ROUTERS}}}{_RATE}))",
             "Share of prompt tokens that need not be computed.",
-            is_number=True,
         ),
-        Panel(
-            "Leases",
-            "short",
-            [Query(f"sum(octavo_kv_leases{{{BY_NAMESPACE}}})")],
-            "One for each router and engine.",
-            is_number=True,
-        ),
-        Panel("Executors", "short", [Query(f"sum(octavo_kv_executors{{{BY_NAMESPACE}}})")], is_number=True),
-        Panel(
-            "Sequences",
-            "short",
-            [Query(f"sum(octavo_kv_sequences{{{BY_NAMESPACE}}})")],
-            "That hold blocks.",
-            is_number=True,
-        ),
+        figure("Leases", "short", f"sum(octavo_kv_leases{{{BY_NAMESPACE}}})", "One for each router and engine."),
+        figure("Executors", "short", f"sum(octavo_kv_executors{{{BY_NAMESPACE}}})"),
+        figure("Sequences", "short", f"sum(octavo_kv_sequences{{{BY_NAMESPACE}}})", "That hold blocks."),
     ],
     height=4,
 )
@@ -73,12 +57,12 @@ _NOW = Row(
 _BLOCKS = Row(
     "Blocks",
     [
-        Panel(
+        stacked(
             "Blocks by state",
             "short",
-            [Query(f"sum by (state) (octavo_kv_blocks{{{BY_NAMESPACE}}})", "{{state}}")],
+            f"sum by (state) (octavo_kv_blocks{{{BY_NAMESPACE}}})",
+            "{{state}}",
             "fenced: given back, but a step in flight may still write them; reserved: for padding.",
-            is_stacked=True,
         ),
         Panel(
             "In use, by engine",
@@ -87,12 +71,12 @@ _BLOCKS = Row(
             "Of the pool, as the router that has most of it knows.",
             maximum=1,
         ),
-        Panel(
+        stacked(
             "Preemptions",
             "short",
-            [Query(f"sum by (engine) (rate(octavo_num_preemptions_total{{{BY_MODEL}}}{_RATE}))", "{{engine}}")],
+            f"sum by (engine) (rate(octavo_num_preemptions_total{{{BY_MODEL}}}{_RATE}))",
+            "{{engine}}",
             "A second: requests that had to give up their blocks.",
-            is_stacked=True,
         ),
     ],
 )

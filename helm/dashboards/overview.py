@@ -8,8 +8,10 @@ from helm.dashboards.panels import (
     Panel,
     Query,
     Row,
+    figure,
     mean,
     quantiles,
+    stacked,
 )
 
 UID, TITLE = "octavo-overview", "Octavo overview"
@@ -35,38 +37,34 @@ def _rate(metric: str, by: str, selector: str = BY_MODEL) -> str:
 _NOW = Row(
     "Now",
     [
-        Panel(
+        figure(
             "Engines that serve",
             "short",
-            [Query(f"sum(max by (namespace, engine) (octavo_engine_up{{{BY_MODEL}}}))")],
+            f"sum(max by (namespace, engine) (octavo_engine_up{{{BY_MODEL}}}))",
             "Engines that some router takes requests for.",
-            is_number=True,
         ),
-        Panel(
+        figure(
             "Executors lost",
             "short",
-            [Query(f"count(octavo_executor_up{{{BY_NAMESPACE}}} == 0) or vector(0)")],
+            f"count(octavo_executor_up{{{BY_NAMESPACE}}} == 0) or vector(0)",
             "Executors that died and did not come back.",
-            is_number=True,
             alarm_at=1,
         ),
-        Panel(
+        figure(
             "Calls that fail",
             "percentunit",
-            [Query(f"sum(rate({_FAILED_CALLS})) / sum(rate({_CALLS}))")],
+            f"sum(rate({_FAILED_CALLS})) / sum(rate({_CALLS}))",
             "Share of Generate calls that end by the server's fault, of all models.",
-            is_number=True,
             warn_at=0.001,
             alarm_at=0.0144,
         ),
-        Panel("Running", "short", [Query(f"sum(octavo_num_requests_running{{{BY_MODEL}}})")], is_number=True),
-        Panel("Waiting", "short", [Query(f"sum(octavo_num_requests_waiting{{{BY_MODEL}}})")], is_number=True),
-        Panel(
+        figure("Running", "short", f"sum(octavo_num_requests_running{{{BY_MODEL}}})"),
+        figure("Waiting", "short", f"sum(octavo_num_requests_waiting{{{BY_MODEL}}})"),
+        figure(
             "Tokens generated",
             "short",
-            [Query(f"sum(rate(octavo_generation_tokens_total{{{BY_MODEL}}}{_RATE}))")],
+            f"sum(rate(octavo_generation_tokens_total{{{BY_MODEL}}}{_RATE}))",
             "A second, of all answers.",
-            is_number=True,
         ),
     ],
     height=4,
@@ -75,24 +73,21 @@ _NOW = Row(
 _REQUESTS = Row(
     "Requests",
     [
-        Panel(
+        stacked(
             "Calls by status",
             "reqps",
-            [Query(f"sum by (grpc_code) (rate({_CALLS}))", "{{grpc_code}}")],
+            f"sum by (grpc_code) (rate({_CALLS}))",
+            "{{grpc_code}}",
             "Of all models: a call is counted before its model is known.",
-            is_stacked=True,
         ),
-        Panel(
+        stacked(
             "Ended requests by reason",
             "reqps",
-            [Query(_rate("octavo_request_success_total", "finished_reason"), "{{finished_reason}}")],
-            is_stacked=True,
+            _rate("octavo_request_success_total", "finished_reason"),
+            "{{finished_reason}}",
         ),
-        Panel(
-            "Refused before they queued",
-            "reqps",
-            [Query(_rate("octavo_admission_rejections_total", "reason"), "{{reason}}")],
-            is_stacked=True,
+        stacked(
+            "Refused before they queued", "reqps", _rate("octavo_admission_rejections_total", "reason"), "{{reason}}"
         ),
     ],
 )
@@ -100,18 +95,13 @@ _REQUESTS = Row(
 _LOAD = Row(
     "Load",
     [
-        Panel(
-            "Running, by engine",
-            "short",
-            [Query(_sum("octavo_num_requests_running", "engine"), "{{engine}}")],
-            is_stacked=True,
-        ),
-        Panel(
+        stacked("Running, by engine", "short", _sum("octavo_num_requests_running", "engine"), "{{engine}}"),
+        stacked(
             "Waiting, by what for",
             "short",
-            [Query(_sum("octavo_num_requests_waiting_by_reason", "reason"), "{{reason}}")],
+            _sum("octavo_num_requests_waiting_by_reason", "reason"),
+            "{{reason}}",
             "blocks: KV memory; capacity: a row of the executor; tokenizing: a thread of the router.",
-            is_stacked=True,
         ),
         Panel(
             "Preemptions per request",
@@ -216,12 +206,12 @@ _SIZES = Row(
 _RECOVERY = Row(
     "Recovery",
     [
-        Panel(
+        stacked(
             "Computed again",
             "short",
-            [Query(_rate("octavo_recomputed_tokens_total", "cause"), "{{cause}}")],
+            _rate("octavo_recomputed_tokens_total", "cause"),
+            "{{cause}}",
             "Tokens a second: steps that were in flight when an executor was lost, blocks that were given up.",
-            is_stacked=True,
         ),
         Panel(
             "Until a lost executor was replaced, mean",
@@ -238,4 +228,24 @@ _RECOVERY = Row(
     ],
 )
 
-ROWS = (_NOW, _REQUESTS, _LOAD, _LATENCY, _WORK, _SIZES, _RECOVERY)
+_CERTIFICATES = Row(
+    "Certificates",
+    [
+        Panel(
+            "Certificate files that can be used",
+            "short",
+            [Query(f"min by (job, use) (octavo_tls_files_good{{{BY_NAMESPACE}}})", "{{job}} {{use}}")],
+            "0: they have changed, and the certificate of before is still in use.",
+            maximum=1,
+        ),
+        stacked(
+            "Changes of certificate files",
+            "short",
+            f"sum by (use, outcome) (increase(octavo_tls_reloads_total{{{BY_NAMESPACE}}}[1h]))",
+            "{{use}} {{outcome}}",
+            "Within an hour, over all processes.",
+        ),
+    ],
+)
+
+ROWS = (_NOW, _REQUESTS, _LOAD, _LATENCY, _WORK, _SIZES, _RECOVERY, _CERTIFICATES)

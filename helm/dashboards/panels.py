@@ -67,6 +67,24 @@ class Panel:
     maximum: float | None = None
 
 
+def stacked(title: str, unit: str, expression: str, legend: str, text: str = "") -> Panel:
+    """Series of one expression that add up to a whole."""
+    return Panel(title, unit, [Query(expression, legend)], text, is_stacked=True)
+
+
+def figure(
+    title: str,
+    unit: str,
+    expression: str,
+    text: str = "",
+    *,
+    warn_at: float | None = None,
+    alarm_at: float | None = None,
+) -> Panel:
+    """What one expression is now."""
+    return Panel(title, unit, [Query(expression)], text, is_number=True, warn_at=warn_at, alarm_at=alarm_at)
+
+
 @dataclass(frozen=True)
 class Row:
     """Panels side by side, all of one width."""

@@ -1,6 +1,6 @@
 """The dashboard of tenants: who uses how much, who is held back, who is not let in."""
 
-from helm.dashboards.panels import BY_NAMESPACE, CHOICE_OF_NAMESPACE, CHOICE_OF_TENANT, Panel, Query, Row
+from helm.dashboards.panels import BY_NAMESPACE, CHOICE_OF_NAMESPACE, CHOICE_OF_TENANT, Panel, Query, Row, stacked
 
 UID, TITLE = "octavo-tenants", "Octavo tenants"
 DESCRIPTION = "What each tenant uses, which limits hold it back, and who is not let in."
@@ -21,21 +21,16 @@ def _tokens(kinds: str, by: str = "tenant") -> str:
 _USE = Row(
     "Use",
     [
-        Panel(
-            "Calls", "reqps", [Query(_rate("octavo_tenant_requests_total", "tenant"), "{{tenant}}")], is_stacked=True
+        stacked("Calls", "reqps", _rate("octavo_tenant_requests_total", "tenant"), "{{tenant}}"),
+        stacked(
+            "Calls now", "short", f"sum by (tenant) (octavo_tenant_requests_in_flight{{{_BY_TENANT}}})", "{{tenant}}"
         ),
-        Panel(
-            "Calls now",
-            "short",
-            [Query(f"sum by (tenant) (octavo_tenant_requests_in_flight{{{_BY_TENANT}}})", "{{tenant}}")],
-            is_stacked=True,
-        ),
-        Panel(
+        stacked(
             "Tokens a minute",
             "short",
-            [Query(f"60 * {_tokens('prompt|generated')}", "{{tenant}}")],
+            f"60 * {_tokens('prompt|generated')}",
+            "{{tenant}}",
             "Prompt and generated, of ended requests: what tokens_per_minute limits.",
-            is_stacked=True,
         ),
     ],
 )
@@ -52,17 +47,12 @@ _SHARES = Row(
             "Of a tenant's own prefixes, and those of its prefix group.",
             maximum=1,
         ),
-        Panel(
+        stacked(
             "Blocks of the KV cache",
             "short",
-            [
-                Query(
-                    f"sum by (tenant, state) (octavo_kv_tenant_blocks{{{_BY_TENANT}}})",
-                    "{{tenant}} {{state}}",
-                )
-            ],
+            f"sum by (tenant, state) (octavo_kv_tenant_blocks{{{_BY_TENANT}}})",
+            "{{tenant}} {{state}}",
             "Cached ones go first from the tenant that has most blocks for its weight.",
-            is_stacked=True,
         ),
         Panel(
             "Tokens by kind",
@@ -76,18 +66,18 @@ _SHARES = Row(
 _LIMITS = Row(
     "Limits",
     [
-        Panel(
+        stacked(
             "Calls over a limit",
             "reqps",
-            [Query(_rate("octavo_tenant_refusals_total", "tenant, limit"), "{{tenant}} {{limit}}")],
+            _rate("octavo_tenant_refusals_total", "tenant, limit"),
+            "{{tenant}} {{limit}}",
             "They get RESOURCE_EXHAUSTED, with when to come back.",
-            is_stacked=True,
         ),
-        Panel(
+        stacked(
             "Calls that were not let in",
             "reqps",
-            [Query(_rate("octavo_authentication_failures_total", "reason", BY_NAMESPACE), "{{reason}}")],
-            is_stacked=True,
+            _rate("octavo_authentication_failures_total", "reason", BY_NAMESPACE),
+            "{{reason}}",
         ),
         Panel(
             "Changes of the tenants file",

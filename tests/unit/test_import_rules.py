@@ -26,6 +26,7 @@ FOUNDATION = {
     "model_source",
     "conversion_cache",
     "tls",
+    "tls_metrics",
     "tracing",
     "otel",
     "secure_channel",

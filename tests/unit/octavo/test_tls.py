@@ -4,8 +4,10 @@ import logging
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from octavo.tls import TlsFiles, TlsSource, internal_tls, public_tls
+from octavo.tls_metrics import TlsCollector
 from router.config import RouterConfig
 from tests.certificates import Authority
 
@@ -93,3 +95,26 @@ def test_a_key_that_everybody_can_read_is_warned_of(authority: Authority, caplog
     Path(files.key).chmod(0o644)
     TlsSource(TlsFiles(files.certificate, files.key))
     assert f"{files.key} can be read by every user" in caplog.text
+
+
+def test_what_cannot_be_used_is_a_metric_until_it_is_mended(authority: Authority):
+    files, other = authority.issue("server"), authority.issue("other")
+    source = TlsSource(TlsFiles(files.certificate, files.key))
+    key = Path(files.key).read_bytes()
+    registry = CollectorRegistry()
+    registry.register(TlsCollector({"public": source, "internal": None}))
+
+    def read(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(name, {"use": "public", **labels})
+
+    assert read("octavo_tls_files_good") == 1
+    assert registry.get_sample_value("octavo_tls_files_good", {"use": "internal"}) is None
+    Path(files.key).write_bytes(Path(other.key).read_bytes())
+    assert read("octavo_tls_files_good") == 0
+    assert read("octavo_tls_reloads_total", outcome="failed") == 1, "once, however often it is scraped"
+    Path(files.key).write_bytes(key)
+    assert read("octavo_tls_files_good") == 1
+    assert read("octavo_tls_reloads_total", outcome="ok") == 1
+    Path(files.key).unlink()
+    assert read("octavo_tls_files_good") == 0
+    assert read("octavo_tls_reloads_total", outcome="failed") == 2
