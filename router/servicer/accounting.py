@@ -29,9 +29,12 @@ class AccountingInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None or not details.method.startswith(SERVICE_PREFIX):
             return handler
-        # The stubs know only synchronous handlers.
-        inner: Any = handler.unary_stream if handler.response_streaming else handler.unary_unary
         method = details.method.removeprefix(SERVICE_PREFIX)
+        # The stubs know only synchronous handlers.
+        inner: Any = handler.stream_stream
+        if inner is not None:  # none of the methods is one: a call that is refused before its request is read
+            return grpc.stream_stream_rpc_method_handler(self._count_stream(method, inner))
+        inner = handler.unary_stream if handler.response_streaming else handler.unary_unary
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(
                 self._count_stream(method, inner),

@@ -46,7 +46,7 @@ class AuthenticationInterceptor(grpc.aio.ServerInterceptor):
             # The handler runs in the task that this runs in: what is set here is what it sees.
             _caller.set(self._identify(_token_of(details.invocation_metadata)))
         except OctavoError as error:
-            return _refusing(handler, error)
+            return _refusing(error)
         return handler
 
 
@@ -57,16 +57,12 @@ def _token_of(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
     return token or None
 
 
-def _refusing(handler: grpc.RpcMethodHandler, error: OctavoError) -> grpc.RpcMethodHandler:
-    """A method of the same kind, of which there are two here, that reads nothing of its request."""
+def _refusing(error: OctavoError) -> grpc.RpcMethodHandler:
+    """A method that reads no request, whichever it stands for: gRPC receives the message of a unary one before it calls
+    its handler, and one of a stream when it is asked for. So a stranger's message is not held."""
 
-    async def refuse(request: Any, context: grpc.aio.ServicerContext) -> None:
-        await abort(context, error)
-
-    async def refuse_stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+    async def refuse(requests: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         await abort(context, error)
         yield  # never: it makes a generator of this
 
-    if handler.response_streaming:
-        return grpc.unary_stream_rpc_method_handler(refuse_stream)
-    return grpc.unary_unary_rpc_method_handler(refuse)
+    return grpc.stream_stream_rpc_method_handler(refuse)

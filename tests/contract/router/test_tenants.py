@@ -54,6 +54,17 @@ async def refusal(call: Any) -> OctavoError:
     return error_of_call(raised.value)
 
 
+async def test_the_message_of_a_stranger_is_not_received(source: str, tmp_path: Path):
+    """One that is too long tells: gRPC refuses it when it is received, and only then."""
+    async with stack_of(source, tmp_path, config={"max_message_mib": 1}) as stack:
+        long = request("x" * (2 << 20))
+        known = await refusal(stack.stub.Generate(long, metadata=metadata_of(TOKENS["acme"]), timeout=30))
+        assert known.code is Code.RESOURCE_EXHAUSTED
+        for metadata in ((), metadata_of("octavo_wrong")):
+            unknown = await refusal(stack.stub.Generate(long, metadata=metadata, timeout=30))
+            assert unknown.code is Code.UNAUTHENTICATED
+
+
 async def test_nobody_unknown_is_let_in_by_any_method(source: str, tmp_path: Path):
     async with stack_of(source, tmp_path) as stack:
         wrong = {
