@@ -66,12 +66,17 @@ def _blocks(arenas: list[ManagedArena]) -> Metric:
 
 
 def _executors(executors: list[Executor]) -> Iterator[Metric]:
-    up = GaugeMetricFamily("octavo_executor_up", "Whether the executor's process is alive.", labels=["executor"])
+    up = GaugeMetricFamily(
+        "octavo_executor_up",
+        "Whether the executor's process is alive; not of one that held no session when it ended.",
+        labels=["executor"],
+    )
     restarts = CounterMetricFamily(
         "octavo_executor_restarts", "Processes that took an earlier one's place.", labels=["executor"]
     )
     for executor in executors:
-        up.add_metric([executor.executor_id], executor.is_alive)
+        if not executor.ended_in_order:
+            up.add_metric([executor.executor_id], executor.is_alive)
         restarts.add_metric([executor.executor_id], executor.num_restarts)
     num_alive = sum(executor.is_alive for executor in executors)
     yield GaugeMetricFamily("octavo_kv_executors", "Registered executors alive.", value=num_alive)

@@ -41,6 +41,7 @@ class Executor:
     process: Process
     pid: int
     is_alive: bool = True
+    ended_in_order: bool = False  # it is dead, and held no session then: nobody misses it
     num_restarts: int = 0  # processes of this id before
     owner_of: dict[int, LeaseId] = field(default_factory=dict)  # open session id -> lease it runs for
     closed: IdRanges = field(default_factory=IdRanges)  # session ids that are over
@@ -113,6 +114,7 @@ class ExecutorRegistry:
         """Its process is dead. Returns the sessions that ended with it."""
         executor.is_alive = False
         ended = executor.sessions()
+        executor.ended_in_order = not ended
         executor.owner_of.clear()
         executor.closed = IdRanges()
         executor.process.close()

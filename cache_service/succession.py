@@ -59,6 +59,7 @@ def restore(journal: JournalEntry, registry: ExecutorRegistry, leases: LeaseBook
 def _executor_of(entry: ExecutorEntry, process: Process | None) -> Executor:
     executor = Executor(entry.executor_id, entry.epoch, entry.arena_id, process or EndedProcess(), entry.pid)
     executor.is_alive = process is not None
+    executor.ended_in_order = process is None and not entry.sessions
     if process is not None:
         executor.owner_of = {session_id: LeaseId(lease_id) for session_id, lease_id in entry.sessions}
         executor.closed = IdRanges(entry.closed)

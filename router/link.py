@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 # The whole grace was waited for already. What else ends a life takes the lease alone.
 GIVEN_UP = ("ENGINE_LOST", "CACHE_SERVICE_LOST", "MODEL_CHANGED")
 FIRST_BACKOFF_S = 0.1
+MAX_UNHEARD_WAITS = 6
 HANDOVER_INTERVAL_S = 0.25  # between two looks for a successor of an executor that wants to end
 MAX_BACKOFF_S = 2.0
 # After a fault of our own the same may happen again at once: as Kubernetes does with a container that crashes.
@@ -292,6 +293,7 @@ class Link:
     async def _open_session(self, life: _Life) -> Session:
         model = life.backend.model
         backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
+        num_waits = 0  # for one that is about to be dead, or to say that its session is over: requests may wait as long
         while True:
             pause_s = None
             try:
@@ -307,7 +309,9 @@ class Link:
                 self._complaints.tell("no session with an executor", error)
                 if error.reason == "PREDECESSOR_ALIVE":
                     pause_s = error.retry_after_s
-            await self._set_ready(False)
+                    num_waits += 1
+            if pause_s is None or num_waits > MAX_UNHEARD_WAITS:
+                await self._set_ready(False)
             await asyncio.sleep(pause_s or backoff.next_s())
 
     async def _pump(self, session: Session, engine: Engine) -> None:

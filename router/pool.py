@@ -137,11 +137,11 @@ class Pool:
         return sorted(self._members, key=lambda member: (member is not self._serving, not member.is_ready))
 
     async def is_draining(self) -> bool:
-        """Whether the executor that serves wants to end."""
+        """Whether the executor that serves still wants to end. One that takes no more calls does: it is about to."""
         try:
             return (await self._serving.client.describe()).is_draining
         except OctavoError:
-            return False
+            return True
 
     async def choose_successor(self) -> bool:
         """Whether another executor is ready to go on; then that one is the next."""

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from octavo.rpc import error_of_call
-from octavo.v1 import cache_pb2
+from octavo.v1 import cache_pb2, inference_pb2
 from tests.fakes import Hooks
 from tests.stacks import Stack, running_stack, until
 
@@ -166,6 +166,33 @@ async def test_an_executor_that_wants_to_end_serves_while_there_is_no_other(sour
 
 def _serves(stack: Stack, executor_id: str) -> bool:
     return executor_id in {key.executor_id for key in stack.engine.sent_steps()}
+
+
+async def test_rows_move_to_and_fro_while_others_are_preempted_and_cancelled(source: str) -> None:
+    """A pool too small for all, clients that leave, and an executor that wants to end again and again."""
+    async with running_stack(source, num_spares=1, num_blocks=40) as stack:
+        options: dict[str, Any] = {"stopping": {"max_tokens": 40, "ignore_eos": True}, "cache": {"bypass": True}}
+        options["sampling"] = {"n": 2}
+        whole = [(await stack.generate(letter * 9, **options)).choices for letter in "abcd"]
+        both = (stack.executor, stack.spares[0])
+        for each in both:
+            each.hooks.before_step = slow
+        calls = [asyncio.create_task(stack.generate(letter * 9, **options)) for letter in "abcd"]
+        others = [asyncio.create_task(stack.generate("z" * 20, request_id=f"z{i}", **options)) for i in range(6)]
+        for move in range(6):
+            leaving, staying = both if move % 2 == 0 else both[::-1]
+            staying.hooks.is_draining.clear()
+            num_steps = len(staying.steps)
+            leaving.hooks.is_draining.set()
+            assert await until(lambda there=staying, before=num_steps: len(there.steps) > before)
+            others[move].cancel() if move % 2 else await stack.stub.Cancel(
+                inference_pb2.CancelRequest(request_id=f"z{move}")
+            )
+        assert [call.choices for call in await asyncio.gather(*calls)] == whole
+        await asyncio.gather(*others, return_exceptions=True)
+        assert stack.metric("octavo_num_preemptions_total") > 0
+        assert stack.metric("octavo_recomputed_tokens_total", cause="executor_lost") == 0
+        await stack.settle()
 
 
 async def test_a_session_is_refused_while_another_executor_has_one_of_the_lease(source: str) -> None:
