@@ -1,23 +1,21 @@
 """Which policy of eviction finds more of a prompt in the cache: each on the same traces, with the real block manager.
 
-    python -m benchmarks.eviction
+    python -m benchmarks.eviction && python -m benchmarks.tables
 
-Every request allocates its prompt, computes it and ends, so that the memory holds what the policy kept. The table is
+Every request allocates its prompt, computes it and ends, so that the memory holds what the policy kept. Counted is
 the share of prompt tokens that were cached.
 """
 
 import argparse
-import json
 import random
 from array import array
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
+from benchmarks.results_file import write
 from cache_service.eviction import POLICIES, Eviction
 from cache_service.manager import BlockManager
 from cache_service.operation import Allocated, Allocation, Commit, LeaseId, Release, SequenceId
 
-ROOT = Path(__file__).parents[1]
 BLOCK_SIZE = 16
 SIZES = (500, 1000, 2000, 4000)  # blocks
 LEASE = LeaseId(1)
@@ -85,13 +83,8 @@ def main() -> None:
         for name, make in TRACES.items()
         for prompts in [list(make(random.Random(arguments.seed), arguments.requests))]
     }
-    results = {"requests": arguments.requests, "seed": arguments.seed, "hit_share": found}
-    (ROOT / "benchmarks" / "results" / "eviction.json").write_text(json.dumps(results, indent=1) + "\n")
-    print("| trace | blocks | " + " | ".join(f"`{policy}` %" for policy in POLICIES) + " |")
-    print("|---|---|" + "---|" * len(POLICIES))
-    for name, by_size in found.items():
-        for size, shares in by_size.items():
-            print(f"| {name} | {size} | " + " | ".join(f"{100 * shares[policy]:.1f}" for policy in POLICIES) + " |")
+    content = {"requests": arguments.requests, "seed": arguments.seed, "hit_share": found}
+    write("eviction", "benchmarks.eviction", content)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.memory_tables import block_sizes_table, eviction_table, policies_table, sharing_table
 from benchmarks.results_file import RESULTS
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -111,6 +112,10 @@ TABLES: dict[str, tuple[str, str, Callable[[dict[str, Any]], str]]] = {
     "peers": ("performance.md", "bench_peers", peers_table),
     "int8 quality": ("performance.md", "int8_quality", quality_table),
     "kills": ("failures.md", "kills", kills_table),
+    "memory": ("memory.md", "paper_memory", policies_table),
+    "block sizes": ("memory.md", "paper_memory", block_sizes_table),
+    "sharing": ("memory.md", "paper_memory", sharing_table),
+    "eviction": ("cache.md", "eviction", eviction_table),
 }
 
 

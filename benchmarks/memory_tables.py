@@ -1,0 +1,55 @@
+"""The tables of docs/memory.md and of eviction in docs/cache.md, from the figures of paper_memory and eviction."""
+
+from typing import Any
+
+from benchmarks.paper_memory import PUBLISHED_BATCHED, PUBLISHED_SAVED, PUBLISHED_TOKEN_STATES
+
+SHARES = ("token_states", "reservation", "internal", "external")
+
+
+def policies_table(document: dict[str, Any]) -> str:
+    """What the memory holds under each policy, beside what the paper says."""
+    lines = [
+        "| requests | memory | token states % | published | reservation % | internal % | external % "
+        "| requests at once | published |",
+        "|---" * 9 + "|",
+    ]
+    for workload, rows in document["policies"].items():
+        for policy, row in rows.items():
+            published = PUBLISHED_TOKEN_STATES.get(workload, {}).get(policy, "")
+            states, *rest = (_percent(row["shares"][each]) for each in SHARES)
+            batched = f"{row['batched_requests']:.1f} | {PUBLISHED_BATCHED[workload][policy]:.1f}"
+            lines.append(f"| {workload} | {policy} | {states} | {published} | {' | '.join(rest)} | {batched} |")
+    return "\n".join(lines)
+
+
+def block_sizes_table(document: dict[str, Any]) -> str:
+    """Paged memory by the size of its blocks."""
+    lines = ["| block size | token states % | internal % | free % | requests at once |", "|---|---|---|---|---|"]
+    for size, row in document["block_sizes"].items():
+        states, internal, free = (_percent(row["shares"][each]) for each in ("token_states", "internal", "external"))
+        lines.append(f"| {size} | {states} | {internal} | {free} | {row['batched_requests']:.1f} |")
+    return "\n".join(lines)
+
+
+def sharing_table(document: dict[str, Any]) -> str:
+    """Blocks saved by parallel samples of one prompt."""
+    lines = ["| answers | blocks saved % | published |", "|---|---|---|"]
+    for num_answers, row in document["sharing"].items():
+        lines.append(f"| {num_answers} | {_percent(row['saved_by_sharing'])} | {PUBLISHED_SAVED[int(num_answers)]} |")
+    return "\n".join(lines)
+
+
+def eviction_table(document: dict[str, Any]) -> str:
+    """How much of the prompts each policy finds."""
+    policies = list(next(iter(next(iter(document["hit_share"].values())).values())))
+    lines = [f"| trace | blocks | {' | '.join(f'`{policy}` %' for policy in policies)} |"]
+    lines.append("|---" * (2 + len(policies)) + "|")
+    for trace, by_size in document["hit_share"].items():
+        for size, shares in by_size.items():
+            lines.append(f"| {trace} | {size} | {' | '.join(_percent(shares[policy]) for policy in policies)} |")
+    return "\n".join(lines)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}"
