@@ -82,7 +82,7 @@ def look(config: StatsConfig) -> dict[str, Any]:
         "unreachable": {},
     }
     for part, address, read in (
-        ("kv_cache", config.cache_service_metrics, _kv_cache),
+        ("kv_cache", config.cache_service_metrics, kv_cache_of),
         ("steps", config.executor_metrics, _steps),
     ):
         if address:
@@ -99,7 +99,8 @@ def scrape(address: str, timeout_s: float | None) -> Samples:
         return Samples(response.read().decode("utf-8"))
 
 
-def _kv_cache(samples: Samples) -> dict[str, Any]:
+def kv_cache_of(samples: Samples) -> dict[str, Any]:
+    """Blocks, holders and prefix hits, from a scrape of the cache service."""
     queried = samples.total("octavo_prefix_cache_queries_total")
     return {
         "blocks": {state: int(samples.total("octavo_kv_blocks", state=state)) for state in BLOCK_STATES},

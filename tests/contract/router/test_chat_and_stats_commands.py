@@ -12,8 +12,7 @@ from prometheus_client import generate_latest
 import octavo
 from cache_service.metrics import make_registry
 from octavo.chat import Chat, ChatConfig
-from octavo.stats import Samples, StatsConfig, look, main, render
-from octavo.stats import _kv_cache as kv_cache_of
+from octavo.stats import Samples, StatsConfig, kv_cache_of, look, main, render
 from tests.fakes import EOS
 from tests.stacks import Stack, running_stack, until
 
