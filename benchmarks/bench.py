@@ -28,7 +28,7 @@ def loads_of(streams: list[int], quick: bool) -> Iterator[Load]:
     """In order. Quick: an eighth of the work, figures for a look and not to be quoted."""
     for each in streams:
         yield workload_w(each, each if quick else max(2, each), seed=each)
-    yield sharegpt_shaped(8 if quick else 32, per_s=0.3 if not quick else 1.0, seed=1, scale=0.25 if quick else 1.0)
+    yield sharegpt_shaped(8 if quick else 24, per_s=0.3 if not quick else 1.0, seed=1, scale=0.25 if quick else 1.0)
     for shared in (0, 480):
         yield shared_prefix(4 if quick else 12, shared, num_prompt=512, num_generated=16, seed=2 + shared)
 
