@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 import octavo
+from octavo.errors import OctavoError
 from octavo.launch_plan import CACHE_HEALTH, EXECUTOR_HEALTH, ROUTER_HEALTH
 from octavo.rpc import is_serving
+from octavo.tokens import hash_of
 from tests.alerts.prometheus import Monitoring, alertmanager_program, free_port, running_monitoring, until
 from tests.dashboards.panels import TARGETS, expression_of
 from tests.tiny_models import save_tiny_llama
@@ -32,6 +34,7 @@ pytestmark = [
 RULES = Path(__file__).parents[2] / "helm" / "octavo" / "files" / "rules"
 MODEL, NUM_REQUESTS, MAX_TOKENS = "tiny", 6, 5
 PROMPT = "the same forty-eight bytes begin every prompt..."  # three blocks of sixteen tokens
+ACME, IDLE = "octavo_token-of-acme", "octavo_token-of-idle"
 START_S = 240.0
 
 
@@ -52,6 +55,13 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveStack]:
     metrics = {f"octavo-{process}": f"127.0.0.1:{free_port()}" for process in ("cache-service", "executor", "router")}
     sockets = {process: f"unix:{folder}/{process}.sock" for process in ("cache-service", "executor")}
     router = f"127.0.0.1:{free_port()}"
+    tenants = folder / "tenants.toml"
+    tenants.write_text(
+        "".join(
+            f'[[tenants]]\nname = "{name}"\ntokens = [{{ sha256 = "{hash_of(token)}" }}]\n{limits}\n'
+            for name, token, limits in (("acme", ACME, ""), ("idle", IDLE, "tokens_per_minute = 1"))
+        )
+    )
     commands = {
         "cache-service": [f"--listen={sockets['cache-service']}"],
         "executor": [
@@ -60,7 +70,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveStack]:
         ],
         "router": [
             *(f"--listen={router}", f"--cache-service={sockets['cache-service']}"),
-            *(f"--executor={sockets['executor']}", "--drain-accept-window-s=0"),
+            *(f"--executor={sockets['executor']}", "--drain-accept-window-s=0", f"--tenants-file={tenants}"),
         ],
     }
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -91,7 +101,7 @@ def loaded(live: LiveStack) -> LiveStack:
     monitoring = live.monitoring
     until(lambda: all(target["health"] == "up" for target in monitoring.targets()), 60, "all are scraped")
     until(lambda: monitoring.value("octavo_num_requests_running") == 0, 60, "the router's gauges are there")
-    with octavo.Client(live.router, timeout_s=120) as client:
+    with octavo.Client(live.router, timeout_s=120, token=ACME) as client:
         for index in range(NUM_REQUESTS):
             client.generate(f"{PROMPT}{index}", max_tokens=MAX_TOKENS, ignore_eos=True)
     until(
@@ -105,7 +115,7 @@ def test_prometheus_reads_what_was_done(loaded: LiveStack) -> None:
     of_router = '{engine!=""}'
     for expression, expected in {
         'octavo_request_success_total{finished_reason="max_tokens"}': NUM_REQUESTS,
-        'octavo_grpc_requests_total{method="Generate",grpc_code="OK"}': NUM_REQUESTS,
+        'sum(octavo_grpc_requests_total{method=~"Generate.*",grpc_code="OK"})': NUM_REQUESTS,
         "octavo_prompt_tokens_total": prompt_tokens,
         "octavo_generation_tokens_total": NUM_REQUESTS * MAX_TOKENS,
         f"octavo_prefix_cache_queries_total{of_router}": prompt_tokens,
@@ -148,7 +158,7 @@ def test_the_exposition_is_to_promtools_taste(loaded: LiveStack) -> None:
 
 
 def test_every_panel_of_the_dashboards_has_an_answer(loaded: LiveStack) -> None:
-    """But for what only trouble moves."""
+    """But for what only trouble moves, and certificates, of which there are none."""
     of_everybody = [(where, target) for where, target in TARGETS if not where.startswith("tenants.json")]
     empty = {where for where, target in of_everybody if not loaded.monitoring.query(expression_of(target))}
     assert empty <= {
@@ -160,7 +170,26 @@ def test_every_panel_of_the_dashboards_has_an_answer(loaded: LiveStack) -> None:
         "overview.json: Computed again A",
         "overview.json: Until a lost executor was replaced, mean A",
         "kv-cache.json: Preemptions A",
+        "overview.json: Certificate files that can be used A",
+        "overview.json: Changes of certificate files A",
     }, empty
+
+
+def test_every_panel_of_tenants_has_an_answer(loaded: LiveStack) -> None:
+    """After one was over a limit, and somebody was not let in; but for calls now, as there are none."""
+    with octavo.Client(loaded.router, timeout_s=60, token=IDLE, retries=0) as idle:
+        idle.tokenize("more than one token")  # it owes from now on
+        idle.generate("a", max_tokens=1)
+        with pytest.raises(OctavoError, match="tokens_per_minute"):
+            idle.generate("a", max_tokens=1)
+    with octavo.Client(loaded.router, timeout_s=60, retries=0) as stranger, pytest.raises(OctavoError):
+        stranger.generate("a", max_tokens=1)
+    of_tenants = {where: expression_of(target) for where, target in TARGETS if where.startswith("tenants.json")}
+    for where, expression in of_tenants.items():
+        if "reloads" not in expression and "in_flight" not in expression:  # nobody has changed the file
+            until(lambda e=expression: loaded.monitoring.query(e), 60, where)
+    asked = loaded.monitoring.value('octavo_tenant_tokens_total{tenant="acme",kind="generated"}')
+    assert asked == NUM_REQUESTS * MAX_TOKENS
 
 
 def test_no_alert_fires_on_a_sound_stack(loaded: LiveStack) -> None:
