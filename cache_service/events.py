@@ -1,7 +1,7 @@
 """What becomes findable and what is no longer, numbered, for those who follow the cache from outside.
 
-The last events are kept; whoever asks for older ones begins with a snapshot. Pure; an event costs an entry in a ring,
-whether or not anybody follows. Not here: sending (watching), what makes a block findable (prefix).
+From the first follower on the last events are kept; whoever asks for older ones begins with a snapshot. Where nobody
+follows, an event costs an addition. Pure. Not here: sending (watching), what makes a block findable (prefix).
 """
 
 from collections import deque
@@ -41,11 +41,22 @@ class BlockEvents:
         self.last_number = 0
         self._kept: deque[BlockEvent] = deque(maxlen=capacity)
         self._listeners: list[Callable[[], None]] = []
+        self._is_followed = False  # or was, once
 
-    def add(self, event: BlockEvent) -> None:
-        """Number and keep an event."""
-        self._kept.append(event)
+    def stored(self, key: bytes, parent_key: bytes, tokens: bytes) -> None:
+        """See `Stored`."""
         self.last_number += 1
+        if self._is_followed:
+            self._keep(Stored(key, parent_key, tokens))
+
+    def removed(self, key: bytes) -> None:
+        """See `Removed`."""
+        self.last_number += 1
+        if self._is_followed:
+            self._keep(Removed(key))
+
+    def _keep(self, event: BlockEvent) -> None:
+        self._kept.append(event)
         for listener in self._listeners:
             listener()
 
@@ -59,5 +70,6 @@ class BlockEvents:
 
     def listen(self, listener: Callable[[], None]) -> Callable[[], None]:
         """Call `listener`, which must neither block nor raise, at every event; returns what ends that."""
+        self._is_followed = True
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)

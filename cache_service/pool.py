@@ -83,8 +83,8 @@ class BlockPool:
             return []
         free, owners, born_at, tenant_of = self._free, self._owners, self.times.born_at, self._tenant_of
         holder = self._tenants.hold(tenant, num_blocks)  # first: what it is about to have counts for who gives
-        while len(free) < num_blocks:
-            self._evict(now)
+        if len(free) < num_blocks:
+            self._evict(num_blocks - len(free), now)
         taken = [free.pop() for _ in range(num_blocks)]
         for block in taken:
             owners[block] = 1
@@ -192,13 +192,19 @@ class BlockPool:
 
     # ------------------------------------------------------------------------------------------------------- eviction
 
-    def _evict(self, now: float) -> None:
-        block = self._tenants.next_to_give().cached.pop()
-        self.num_cached -= 1
-        self.times.evicted(block, now)
-        self._index.forget(block)
-        self._set_free(block)
-        self.num_evicted += 1
+    def _evict(self, num_blocks: int, now: float) -> None:
+        tenants, tenant_of, free = self._tenants, self._tenant_of, self._free
+        evicted, forget = self.times.evicted, self._index.forget
+        for _ in range(num_blocks):
+            tenant = tenants.next_to_give()
+            block = tenant.cached.pop()
+            evicted(block, now)
+            forget(block)
+            tenant_of[block] = None
+            tenants.drop(tenant)
+            free.append(block)
+        self.num_cached -= num_blocks
+        self.num_evicted += num_blocks
 
     def tenants(self) -> list[TenantBlocks]:
         """Who has blocks. To be read, from any thread."""

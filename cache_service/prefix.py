@@ -13,7 +13,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from cache_service.block import BlockId
-from cache_service.events import BlockEvents, Removed, Stored
+from cache_service.events import BlockEvents
 from cache_service.ledger import TOKEN_BYTES, Ledger, NoLedger, Record
 
 HashFunction = Callable[[bytes], bytes]
@@ -147,7 +147,7 @@ class PrefixIndex:
         key = self._hash(parent.key + tokens)
         node = self._find(key, parent, tokens) or self._add_child(key, parent, tokens, self._last_serial + 1)
         if not node.blocks:
-            self.events.add(Stored(key, parent.key, tokens))
+            self.events.stored(key, parent.key, tokens)
         node.blocks.append(block)
         self.node_of[block] = node
         self._ledger.write(block, Record(node.serial, parent.serial, tokens, b"" if parent.serial else extras))
@@ -167,7 +167,7 @@ class PrefixIndex:
         self.node_of[block] = None
         node.blocks.remove(block)
         if not node.blocks:
-            self.events.add(Removed(node.key))
+            self.events.removed(node.key)
         while node is not None and not node.blocks and not node.num_children:
             node = self._remove(node)
 
