@@ -1,5 +1,6 @@
 """Tokenize, Detokenize, and what a scrape says after known requests."""
 
+import asyncio
 import urllib.request
 
 import grpc
@@ -84,3 +85,26 @@ async def test_fifty_cancelled_and_the_gauges_are_zero(source: str) -> None:
             call.cancel()
         stack.executor.hooks.is_open.set()
         await stack.settle()
+
+
+async def test_an_executor_died_and_the_gauges_are_zero(source: str) -> None:
+    """Field failure 34: nobody takes its place in time, so its requests end, and nothing is left of them."""
+    async with running_stack(source, max_rows=8, config={"recovery_grace_s": 0.5}) as stack:
+        stack.executor.hooks.is_open.clear()
+        calls = [asyncio.create_task(stack.generate(stopping={"max_tokens": 100})) for _ in range(10)]
+        assert await until(lambda: stack.metric("octavo_num_requests_running") == 8)
+        assert stack.metric("octavo_num_requests_waiting") == 2
+        await stack.executor.stop()
+        stack.process.die()
+        assert await until(lambda: stack.metric("octavo_engine_up") == 0)
+        errors = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(isinstance(error, grpc.aio.AioRpcError) for error in errors), errors
+        requests = ("num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason")
+        for gauge in (*requests, "kv_cache_usage_ratio", "engine_up", "spare_executors_ready"):
+            assert await until(lambda: stack.metric(f"octavo_{gauge}") == 0, 1), gauge  # noqa: B023
+        assert stack.metric("octavo_request_success_total", finished_reason="error") == 10
+
+        async def is_free() -> bool:
+            return not (await stack.arena()).used_blocks
+
+        assert await until(is_free)

@@ -152,6 +152,33 @@ async def test_a_drain_that_runs_out_of_grace_ends_with_unavailable(source: str)
         await draining
 
 
+@pytest.mark.parametrize("has_time", [True, False])
+async def test_a_drain_with_ten_streams_and_one_queued(source: str, has_time: bool) -> None:
+    """Field failure 37: who was taken is served to the end, also from the queue; past the grace all hear why."""
+    config = {"drain_grace_s": 60 if has_time else 0.1}
+    async with running_stack(source, max_rows=10, num_blocks=200, config=config) as stack:
+        stack.executor.hooks.is_open.clear()
+        streams = [asyncio.create_task(stack.stream(stopping={**LONG, "max_tokens": 20})) for _ in range(10)]
+        assert await until(lambda: len(stack.engine.roster.running) == 10)
+        queued = asyncio.create_task(stack.stream(stopping={**LONG, "max_tokens": 20}))
+        assert await until(lambda: len(stack.engine.roster.waiting) == 1)
+        draining = asyncio.create_task(stack.router.drain())
+        if has_time:
+            stack.executor.hooks.is_open.set()
+            for responses in await asyncio.gather(*streams, queued):
+                assert responses[-1].completed.usage.generated_tokens == 20
+        else:
+            for result in await asyncio.gather(*streams, queued, return_exceptions=True):
+                assert isinstance(result, grpc.aio.AioRpcError)
+                error = error_of_call(result)
+                assert (error.code, error.reason) == (Code.UNAVAILABLE, "DRAINING")
+                assert error.retry_after_s is not None
+            stack.executor.hooks.is_open.set()
+        await draining
+        stats = await stack.arena()
+        assert (stats.num_sequences, stats.used_blocks, stats.fenced_blocks) == (0, 0, 0)
+
+
 @pytest.mark.parametrize("max_steps_in_flight", [1, 2])
 async def test_a_failed_step_is_internal_for_its_rows_and_the_engine_lives_on(
     source: str, max_steps_in_flight: int

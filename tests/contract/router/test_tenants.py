@@ -74,6 +74,7 @@ async def test_nobody_unknown_is_let_in_by_any_method(source: str, tmp_path: Pat
         both = (*metadata_of(TOKENS["acme"]), *metadata_of(TOKENS["other"]))
         calls = {name: getattr(stack.stub, name) for name in vars(stack.stub)}
         assert len(calls) == 8
+        said: dict[str, set[str]] = {}
         for reason, metadatas in {**wrong, "TOKEN_MISSING": (*wrong["TOKEN_MISSING"], both)}.items():
             for metadata in metadatas:
                 for name, call in calls.items():
@@ -81,6 +82,8 @@ async def test_nobody_unknown_is_let_in_by_any_method(source: str, tmp_path: Pat
                     made = call(kind(), metadata=metadata, timeout=30)
                     error = await refusal(made.read() if name == "GenerateStream" else made)
                     assert (error.code, error.reason) == (Code.UNAUTHENTICATED, reason), name
+                    said.setdefault(reason, set()).add(repr(error))
+        assert [len(texts) for texts in said.values()] == [1, 1], "whatever is wrong with it, the same is said"
         assert (await refusal(generate(stack, "gone"))).code is Code.PERMISSION_DENIED
         assert stack.metric("octavo_authentication_failures_total", reason="token_invalid") == 16
         assert stack.metric("octavo_grpc_requests_total", method="Cancel", grpc_code="UNAUTHENTICATED") == 6
@@ -125,7 +128,7 @@ async def test_ids_are_those_of_a_tenant(source: str, tmp_path: Path):
         cancel = inference_pb2.CancelRequest(request_id="same")
         for name, was_live in (("left", False), ("acme", True), ("acme", False)):
             response = await stack.stub.Cancel(cancel, metadata=metadata_of(TOKENS[name]), timeout=30)
-            assert response.was_live is was_live
+            assert response == inference_pb2.CancelResponse(was_live=was_live), "of another's id as of one unknown"
         stack.executor.hooks.is_open.set()
         assert (await calls["acme"]).choices[0].finish_reason == inference_pb2.FINISH_REASON_CANCELLED
         assert (await calls["other"]).usage.generated_tokens == 9

@@ -1,8 +1,11 @@
 """The file of tenants: what it says, what is wrong with it in one line, and how changes are followed."""
 
+import hmac
 import logging
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -61,6 +64,35 @@ def test_unknown_and_expired_tokens_are_refused_alike(tmp_path: Path):
     assert (expired.reason, expired.message) == (unknown.reason, unknown.message)
     for odd in ("", "x" * 100_000, hash_of(TOKEN), TOKEN + " ", TOKEN.upper(), "\N{SNOWMAN}"):
         assert odd == "" or refusal_of(path, odd).reason == "TOKEN_INVALID"
+
+
+def test_a_token_is_compared_as_a_keyed_hash_whoever_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What takes time does not depend on the tokens that there are: one lookup by a hash that nobody can foresee, one
+    comparison of 32 bytes in constant time, for a token that is known, unknown, expired or of a disabled tenant."""
+    several = tenant() + tenant("late", "octavo_late", of_token=", expires = 2020-01-01")
+    path = write(tmp_path / "t", several + tenant("gone", "octavo_gone", more="disabled = true"))
+    keys, compared = set(), []
+
+    def keyed(key: bytes, message: bytes, kind: str, digest: Any = hmac.digest) -> bytes:
+        keys.add(key)
+        assert (len(key), len(message), kind) == (32, 32, "sha256"), "a hash is looked up, no token"
+        return digest(key, message, kind)
+
+    def compare(left: bytes, right: bytes, is_equal: Any = hmac.compare_digest) -> bool:
+        compared.append((len(left), len(right)))
+        return is_equal(left, right)
+
+    monkeypatch.setattr(hmac, "digest", keyed)
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    directory = read_directory(path)
+    for token in (TOKEN, "octavo_late", "octavo_gone", "octavo_wrong", TOKEN[:-1], "x" * 100_000):
+        with suppress(OctavoError):
+            directory.authenticate(token, time.time())
+        assert compared == [(32, 32)]
+        compared.clear()
+    assert len(keys) == 1
+    read_directory(path)
+    assert len(keys) == 2, "each directory has a key of its own"
 
 
 def test_a_disabled_tenant_is_told_so(tmp_path: Path):
