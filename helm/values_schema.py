@@ -264,9 +264,32 @@ def _monitoring() -> Schema:
     return _object({"podMonitor": _object(monitor), "rules": _object(rules), "dashboards": _object(dashboards)})
 
 
+def _tracing() -> Schema:
+    return _object(
+        {
+            "endpoint": _text(
+                "of an OpenTelemetry collector, with its port: http://host:4317; empty: no traces",
+                pattern="^$|^https?://[^/:]+:[0-9]+$",
+            ),
+            "samplingRatio": {"type": "number", "minimum": 0, "maximum": 1},
+        }
+    )
+
+
+def _variable() -> Schema:
+    variable = {"name": _text(pattern="^[A-Za-z_][A-Za-z0-9_]*$"), "value": _text(), "valueFrom": {"type": "object"}}
+    return _object(variable, "an EnvVar", required=("name",))
+
+
 def _schema() -> Schema:
     peers = _list({"type": "object"}, "entries of NetworkPolicyPeer; none: nobody")
-    policy = {"enabled": _flag(), "clients": peers, "monitoring": peers, "dnsPort": _count(1, maximum=65535)}
+    policy = {
+        "enabled": _flag(),
+        "clients": peers,
+        "monitoring": peers,
+        "collector": peers,
+        "dnsPort": _count(1, maximum=65535),
+    }
     image = _image("of every container")
     image["properties"]["pullPolicy"] = _text(enum=["Always", "IfNotPresent", "Never"])
     secret = _object({"name": _text("empty: no token"), "key": _text(minLength=1)})
@@ -283,6 +306,8 @@ def _schema() -> Schema:
         "engine": _engine(),
         "serviceAccount": _object({"create": _flag(), "name": _text(), "annotations": STRING_MAP}),
         "networkPolicy": _object(policy),
+        "tracing": _tracing(),
+        "extraEnv": _list(_variable(), "environment of routers and engines besides"),
         "monitoring": _monitoring(),
         "test": _test(),
         "global": {"type": "object"},  # given to every chart by Helm

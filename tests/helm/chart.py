@@ -63,6 +63,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "monitoring.rules.enabled": (False, True),
     "monitoring.rules.vllm": (False, True),
     "monitoring.dashboards.enabled": (False, True),
+    "tracing.endpoint": ("", "http://collector.monitoring:4317"),
     "test.enabled": (False, True),
     "image.digest": ("", "sha256:" + "a" * 64),
     "hub.tokenSecret.name": ("", "hub-token"),

@@ -44,6 +44,7 @@ def test_engines_take_their_file(case: dict[str, Any], read: Callable[..., Any])
     assert config.executor.max_rows == case["engine.defaults.executor"].get("max_rows", 64)
     assert config.cache_service.drain_grace_s == case["engine.cacheService"].get("drain_grace_s", 5)
     assert config.executor.register_timeout_s == config.start_timeout_s == 1800
+    assert config.executor.otel_traces is config.cache_service.otel_traces is bool(case["tracing.endpoint"])
 
 
 @pytest.mark.parametrize(("cpus", "executors", "threads"), [(4, 1, 4), (8, 2, 4), (7, 2, 3), (1, 2, 1)])
@@ -84,7 +85,9 @@ def test_the_router_takes_its_file(case: dict[str, Any], read: Callable[..., Any
 
 @pytest.mark.parametrize("case", CASES)
 def test_routers_know_every_engine_there_is_or_may_be(case: dict[str, Any]) -> None:
-    engines = _toml(render(values_of(case)), "demo-octavo-router")["router"]["engines"]
+    router = _toml(render(values_of(case)), "demo-octavo-router")["router"]
+    assert router.get("otel_traces", False) is bool(case["tracing.endpoint"])
+    engines = router["engines"]
     is_scaled = case["engine.defaults.autoscaling.enabled"]
     expected = []
     for model_id, replicas, executors in (

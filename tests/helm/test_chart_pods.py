@@ -11,7 +11,7 @@ from executor.config import ExecutorConfig
 from octavo import launch_plan
 from octavo.rpc import LIVENESS
 from router.config import RouterConfig
-from tests.helm.chart import Object, cases, nested, render, values_of, with_model
+from tests.helm.chart import NEWEST, Object, cases, nested, render, values_of, violations, with_model
 
 CASES = [pytest.param(case, id=str(index)) for index, case in enumerate(cases())]
 UNITS = {"Mi": 1, "Gi": 1024}
@@ -134,6 +134,43 @@ def test_only_pods_that_use_the_hub_reach_beyond_the_cluster() -> None:
     closed = {"engine-demo": False, "router": False, "test": False}
     assert egress({}) == closed
     assert egress(with_model(source={"reference": "a/b"})) == closed | {"engine-demo": True, "router": True}
+
+
+TRACED = {"tracing": {"endpoint": "http://collector.monitoring:4317", "samplingRatio": 0.05}}
+
+
+def test_traces_go_to_the_collector_and_nothing_else_does() -> None:
+    release = render(TRACED)
+    peers = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+    rule = {"to": peers, "ports": [{"port": 4317, "protocol": "TCP"}]}
+    dns = [{"port": 53, "protocol": protocol} for protocol in ("UDP", "TCP")]
+    assert release.named("NetworkPolicy", "demo-octavo-engine-demo")["spec"]["egress"] == [{"ports": dns}, rule]
+    assert rule in release.named("NetworkPolicy", "demo-octavo-router")["spec"]["egress"]
+    assert rule not in release.named("NetworkPolicy", "demo-octavo-test")["spec"]["egress"]
+    nobody = render({**TRACED, "networkPolicy": {"collector": []}})
+    assert nobody.named("NetworkPolicy", "demo-octavo-engine-demo")["spec"]["egress"] == []
+    asked = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector.monitoring:4317",
+        "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
+        "OTEL_TRACES_SAMPLER_ARG": "0.05",
+    }
+    for found, wanted in ((release, asked), (render(), {})):
+        for name, spec in found.pod_specs():
+            environment = {entry["name"]: entry.get("value") for entry in spec["containers"][0]["env"]}
+            told = {key: value for key, value in environment.items() if key.startswith("OTEL_")}
+            assert told == ({} if name == "demo-octavo-test" else wanted), name
+
+
+def test_routers_and_engines_take_variables_of_the_values() -> None:
+    secret = {"secretKeyRef": {"name": "collector", "key": "headers"}}
+    more = [{"name": "OTEL_EXPORTER_OTLP_HEADERS", "valueFrom": secret}, {"name": "A", "value": "1"}]
+    for values in ({"extraEnv": more}, {**TRACED, "extraEnv": more}):
+        release = render(values)
+        for found in release.objects:
+            assert not violations(found, NEWEST)
+        for name, spec in release.pod_specs():
+            has_them = spec["containers"][0]["env"][-2:] == more
+            assert has_them is (name != "demo-octavo-test"), name
 
 
 def test_engines_hear_routers_and_monitoring_alone() -> None:

@@ -95,6 +95,11 @@ def _is_in(values: Any, path: str) -> bool:
         ({"image": {"digest": "latest"}}, "digest"),
         ({"monitoring.podMonitor.interval": "often"}, "interval"),
         ({"engine.models": []}, "models"),
+        ({"tracing.endpoint": "collector:4317"}, "endpoint"),
+        ({"tracing.endpoint": "http://collector"}, "endpoint"),
+        ({"tracing.samplingRatio": 1.5}, "samplingRatio"),
+        ({"extraEnv": [{"value": "nameless"}]}, "name"),
+        ({"extraEnv": [{"name": "A", "values": "b"}]}, "values"),
     ],
 )
 def test_values_out_of_range_are_refused_with_their_name(paths: dict[str, Any], what: str) -> None:

@@ -71,8 +71,9 @@ takes for blocks of 20 kB and up. On a GPU they do not.
     "listen" "0.0.0.0:7702" "health_listen" "0.0.0.0:7802" "metrics_listen" "0.0.0.0:9702" "device" .model.device "threads" $threads
     "model_name" .model.name "kv_memory_mib" .model.kvMemoryMib "register_timeout_s" .model.startTimeoutS -}}
 {{- $cache := dict "listen" "0.0.0.0:7701" "health_listen" "0.0.0.0:7801" "metrics_listen" "0.0.0.0:9701" -}}
-{{- $cache = mergeOverwrite $cache $tls -}}
-{{- $executor = mergeOverwrite $executor $tls -}}
+{{- $tracing := include "octavo.tracingOptions" .root | fromJson -}}
+{{- $cache = mergeOverwrite $cache $tls $tracing -}}
+{{- $executor = mergeOverwrite $executor $tls $tracing -}}
 {{- if $tls -}}
 {{- $_ := set $executor "internal_tls_server_name" .root.Values.tls.internalServerName -}}
 {{- end -}}

@@ -99,6 +99,28 @@ failureThreshold: {{ .failureThreshold }}
 {{- end }}
 {{- end -}}
 
+{{/* What routers and engines have besides: where traces go, and whatever the values add. Takes the root. */}}
+{{- define "octavo.serverEnv" -}}
+{{- with .Values.tracing }}
+{{- if .endpoint }}
+- name: OTEL_EXPORTER_OTLP_ENDPOINT
+  value: {{ .endpoint | quote }}
+- name: OTEL_TRACES_SAMPLER
+  value: parentbased_traceidratio
+- name: OTEL_TRACES_SAMPLER_ARG
+  value: {{ .samplingRatio | quote }}
+{{- end }}
+{{- end }}
+{{- with .Values.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Options for traces, as a JSON object. */}}
+{{- define "octavo.tracingOptions" -}}
+{{- ternary (dict "otel_traces" true) dict (ne .Values.tracing.endpoint "") | toJson -}}
+{{- end -}}
+
 {{/* Options for the Secret of internal TLS, as a JSON object. */}}
 {{- define "octavo.internalTlsOptions" -}}
 {{- if .Values.tls.internalSecretName -}}
