@@ -28,7 +28,7 @@ INTERNAL_TLS = (
 COMMON_WIRED = ("listen", "metrics_listen", "health_listen", *INTERNAL_TLS)
 ROUTER_WIRED = (
     *COMMON_WIRED,
-    *("cache_service", "executor", "spare_executors", "engines", "router_id"),
+    *("cache_service", "executor", "spare_executors", "wanted_spares", "engines", "router_id"),
     *("tls_certificate", "tls_key", "tls_client_ca", "tenants_file", "allow_plaintext_tokens"),
 )
 CACHE_SERVICE_WIRED = (*COMMON_WIRED, "shared_memory_dir")

@@ -103,5 +103,6 @@ class ServeConfig(_LaunchConfig):
         ("router", "cache_service"),
         ("router", "executor"),
         ("router", "spare_executors"),
+        ("router", "wanted_spares"),
         ("router", "engines"),
     )

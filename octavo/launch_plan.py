@@ -50,7 +50,8 @@ def plan_serve(config: ServeConfig, socket_of: Callable[[str], str]) -> Stages:
         executors[0] = replace(executors[0], name="executor")
     executor, *spares = map(connect_address, listens)
     router_wiring: dict[str, Any] = {"cache_service": connect_address(cache_listen), "executor": executor}
-    router_wiring |= {"spare_executors": tuple(spares), **_health(config.router, socket_of("router-health"))}
+    router_wiring |= {"spare_executors": tuple(spares), "wanted_spares": config.spare_executors}
+    router_wiring |= _health(config.router, socket_of("router-health"))
     router = _child("router", config.router, ROUTER_HEALTH, router_wiring, restart, config)
     return [[cache], executors, [router]]
 

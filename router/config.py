@@ -15,6 +15,11 @@ class EngineAddress(BaseModel):
     cache_service: str = Field(min_length=1, description="address of its cache service")
     executor: str = Field(min_length=1, description="address of its executor")
     spare_executors: tuple[str, ...] = Field((), description="addresses of executors that may take its place")
+    wanted_spares: int = Field(-1, ge=-1, description="how many of those should be ready; -1: all")
+
+    @property
+    def num_wanted_spares(self) -> int:
+        return len(self.spare_executors) if self.wanted_spares < 0 else self.wanted_spares
 
 
 class RouterConfig(BaseModel):
@@ -72,6 +77,12 @@ class RouterConfig(BaseModel):
         description="addresses of executors that are attached to the same cache service and loaded, and take the "
         "executor's place when it is known dead or wants to end; not all need to be there",
     )
+    wanted_spares: int = Field(
+        -1,
+        ge=-1,
+        description="how many of those should be ready, for metrics and alerts: fewer where some are for "
+        "roll-outs alone; -1: all",
+    )
     engines: tuple[EngineAddress, ...] = Field(
         (), description="several engines instead of those two addresses: tables of name, cache_service, executor"
     )
@@ -116,7 +127,10 @@ class RouterConfig(BaseModel):
         """Every engine, each with a name: `engines`, or the one of `cache_service` and `executor`."""
         engines = self.engines or (
             EngineAddress(
-                cache_service=self.cache_service, executor=self.executor, spare_executors=self.spare_executors
+                cache_service=self.cache_service,
+                executor=self.executor,
+                spare_executors=self.spare_executors,
+                wanted_spares=self.wanted_spares,
             ),
         )
         return tuple(
@@ -125,7 +139,7 @@ class RouterConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_engines(self) -> "RouterConfig":
-        if self.engines and self.model_fields_set & {"cache_service", "executor", "spare_executors"}:
+        if self.engines and self.model_fields_set & {"cache_service", "executor", "spare_executors", "wanted_spares"}:
             raise ValueError("engines are given beside cache_service or executor; give the one or the others")
         for what, values in (
             ("name", [engine.name for engine in self.fleet]),
@@ -134,4 +148,8 @@ class RouterConfig(BaseModel):
             twice = [value for value, count in Counter(values).items() if count > 1]
             if twice:
                 raise ValueError(f"engines: two have the {what} {twice[0]}; each needs its own")
+        for engine in self.fleet:
+            if engine.num_wanted_spares > len(engine.spare_executors):
+                known = len(engine.spare_executors)
+                raise ValueError(f"wanted_spares is {engine.num_wanted_spares}; spare_executors names {known}")
         return self

@@ -107,6 +107,7 @@ class Link:
 
     Attributes:
         name: of the engine, as configured.
+        num_wanted_spares: executors that should be ready beside the one that serves.
         client_id: what executor and cache service know this link by.
         model: what the engine serves, or served last; None: it was never reached.
         is_ready: whether new requests are taken.
@@ -115,6 +116,7 @@ class Link:
     def __init__(self, address: EngineAddress, common: Common) -> None:
         config = common.config
         self.name = address.name
+        self.num_wanted_spares = address.num_wanted_spares
         self.client_id = f"{common.router_id}/{address.name}"
         self.model: Model | None = None
         self.is_ready = False

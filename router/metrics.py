@@ -39,6 +39,9 @@ class EngineView(Protocol):
     def is_ready(self) -> bool: ...
 
     @property
+    def num_wanted_spares(self) -> int: ...
+
+    @property
     def num_ready_spares(self) -> int: ...
 
 
@@ -100,7 +103,11 @@ class RouterMetrics:
             "request_time_per_output_token_seconds", "Mean time per token after the first", token_gap
         )
         self.e2e = self._histogram("e2e_request_latency_seconds", "Arrival to end", latency)
-        self.takeover = self._histogram("takeover_time_seconds", "A session's loss to the next one", latency)
+        self.takeover = self._histogram(
+            "takeover_time_seconds",
+            "A session's loss to the opening of the next one; its first step comes after",
+            latency,
+        )
         self.queue = self._histogram("request_queue_time_seconds", "Arrival to first step", latency)
         self.prefill = self._histogram("request_prefill_time_seconds", "First step to first token", latency)
         self.decode = self._histogram("request_decode_time_seconds", "First token to last", latency)
@@ -189,6 +196,7 @@ class _Gauges(Collector):
     def collect(self) -> Iterable[Metric]:
         up = _gauge("engine_up", "Whether the router takes requests for the engine")
         spares = _gauge("spare_executors_ready", "Executors that are attached, loaded and idle")
+        wanted = _gauge("spare_executors", "Executors that should be attached, loaded and idle, as configured")
         running = _gauge("num_requests_running", "Requests that hold blocks")
         waiting = _gauge("num_requests_waiting", "Requests that wait")
         usage = _gauge("kv_cache_usage_ratio", "Blocks that requests hold, of the pool")
@@ -197,6 +205,7 @@ class _Gauges(Collector):
             labels = (engine.model.name if engine.model is not None else "", engine.name)
             up.add_metric(labels, engine.is_ready)
             spares.add_metric(labels, engine.num_ready_spares)
+            wanted.add_metric(labels, engine.num_wanted_spares)
             if engine.backend is None:
                 continue
             load = engine.backend.engine.load()
@@ -205,7 +214,7 @@ class _Gauges(Collector):
             usage.add_metric(labels, load.kv_usage_ratio)
             for reason, count in _waiting_by_reason(engine.backend).items():
                 by_reason.add_metric((*labels, reason), count)
-        return (up, spares, running, waiting, usage, by_reason)
+        return (up, spares, wanted, running, waiting, usage, by_reason)
 
     def describe(self) -> Iterable[Metric]:
         return ()

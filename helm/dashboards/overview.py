@@ -222,7 +222,10 @@ _RECOVERY = Row(
         Panel(
             "Spare executors",
             "short",
-            [Query(f"min by (namespace, engine) (octavo_spare_executors_ready{{{BY_MODEL}}})", "{{engine}}")],
+            [
+                Query(f"min by (namespace, engine) (octavo_spare_executors_ready{{{BY_MODEL}}})", "{{engine}}"),
+                Query(f"max by (namespace, engine) (octavo_spare_executors{{{BY_MODEL}}})", "{{engine}}, wanted"),
+            ],
             "Attached, loaded and idle: they take the place of one that dies at once.",
         ),
     ],

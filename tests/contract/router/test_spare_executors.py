@@ -72,6 +72,7 @@ async def test_a_spare_goes_on_where_a_dead_executor_ended(source: str, max_step
         assert 0 < again <= 3 * max_steps_in_flight
         assert stack.metric("octavo_takeover_time_seconds_count") == 1
         assert is_spare_ready(stack, 0)
+        assert stack.metric("octavo_spare_executors") == 1, "which is what should be, not what is"
         stack.process.is_dead = False  # the next process of this id
         stack.executor = replace(dead, listen=dead.address, hooks=Hooks(), steps=[], rows={})
         await stack.executor.start()

@@ -71,6 +71,7 @@ def test_address_that_was_chosen_is_used_and_connected_to():
         ("router", "cache_service"),
         ("router", "executor"),
         ("router", "spare_executors"),
+        ("router", "wanted_spares"),
     ],
 )
 def test_where_processes_connect_cannot_be_set(section, name):
@@ -102,7 +103,13 @@ def test_spares_are_executors_that_the_router_knows_of():
     assert [(spec.name, spec.is_reserve) for spec in executors] == [(f"executor-{place}", False) for place in range(3)]
     assert "--executor=127.0.0.1:7710" in router.argv
     assert '--spare-executors=["127.0.0.1:7711", "127.0.0.1:7712"]' in router.argv
+    assert "--wanted-spares=2" in router.argv
     assert {"--metrics-listen=127.0.0.1:9704", "--executor-id=executor-2"} <= set(executors[2].argv)
+
+
+def test_a_place_for_roll_outs_is_no_spare():
+    [_, _, [router]] = serve(executor={"listen": "127.0.0.1:7710"})
+    assert {'--spare-executors=["127.0.0.1:7711"]', "--wanted-spares=0"} <= set(router.argv)
 
 
 def test_spares_of_engines_listen_behind_all_that_serve_at_first():
