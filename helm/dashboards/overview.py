@@ -217,7 +217,7 @@ _RECOVERY = Row(
             "Until a lost executor was replaced, mean",
             "s",
             [mean("octavo_takeover_time_seconds", "engine", f'{BY_MODEL}, engine!=""', "{{engine}}")],
-            "From the loss of the session to the next one; running requests wait for so long.",
+            "From the loss of the session to the next one; running requests wait for that, and for a first step there.",
         ),
         Panel(
             "Spare executors",
