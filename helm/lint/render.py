@@ -32,6 +32,8 @@ VALUES: dict[str, Any] = {
     },
     "tls": {"secretName": "public-tls", "internalSecretName": "internal-tls"},
     "tenants": {"secretName": "tenants"},
+    "tracing": {"endpoint": "http://collector.monitoring:4317"},
+    "extraEnv": [{"name": "OTEL_EXPORTER_OTLP_TIMEOUT", "value": "5"}],
     "test": {"tokenSecret": {"name": "test-token"}},
     "monitoring": {
         "podMonitor": {"enabled": True},
