@@ -247,6 +247,7 @@ def test_a_spare_takes_over_when_the_executor_is_killed(serve, client):
     assert serve.metric(serve.ports[1], "octavo_takeover_time_seconds_sum") < 0.5 * max(1.0, load)
     assert 0 < serve.metric(serve.ports[1], "octavo_recomputed_tokens_total") <= 2, "of two steps in flight"
     assert spare in serve.children("executor")
+    assert serve.metric(serve.ports[1], "octavo_spare_executors") == 1, "also while there is none"
 
 
 def test_streams_go_on_when_the_cache_service_is_killed(serve, client):
@@ -327,6 +328,7 @@ def test_roll_outs_to_their_ends(serve, client):
             assert len(after) == 1 + num_spares
             assert not before & after
         assert serve.metric(serve.ports[1], "octavo_recomputed_tokens_total") == 0
+        assert serve.metric(serve.ports[1], "octavo_spare_executors") == num_spares, "a place for a roll-out is none"
         assert serve.log.count("0 tokens are computed again") == 2
         serve.process.send_signal(signal.SIGINT)
         assert serve.process.wait(120) == 0
