@@ -1,4 +1,4 @@
-"""The tables of docs/memory.md and of eviction in docs/cache.md, from the figures of paper_memory and eviction."""
+"""The tables of docs/memory.md and docs/cache.md, from the figures of paper_memory, eviction and block_manager."""
 
 from typing import Any
 
@@ -48,6 +48,17 @@ def eviction_table(document: dict[str, Any]) -> str:
     for trace, by_size in document["hit_share"].items():
         for size, shares in by_size.items():
             lines.append(f"| {trace} | {size} | {' | '.join(_percent(shares[policy]) for policy in policies)} |")
+    return "\n".join(lines)
+
+
+def operations_table(document: dict[str, Any]) -> str:
+    """What the operations of the block manager cost."""
+    names = list(document["rows"][0]["operations"])
+    lines = [f"| called | blocks | prompts in common | {' | '.join(names)} |", "|---" * (3 + len(names)) + "|"]
+    for row in document["rows"]:
+        times = (row["operations"][name] for name in names)
+        cells = (f"{each['p50_us']:,.0f} / {each['p99.9_us']:,.0f}" for each in times)
+        lines.append(f"| {row['door']} | {row['blocks']:,} | {row['shared']:.0%} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -9,7 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.memory_tables import block_sizes_table, eviction_table, policies_table, sharing_table
+from benchmarks.memory_tables import (
+    block_sizes_table,
+    eviction_table,
+    operations_table,
+    policies_table,
+    sharing_table,
+)
 from benchmarks.results_file import RESULTS
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -115,6 +121,7 @@ TABLES: dict[str, tuple[str, str, Callable[[dict[str, Any]], str]]] = {
     "memory": ("memory.md", "paper_memory", policies_table),
     "block sizes": ("memory.md", "paper_memory", block_sizes_table),
     "sharing": ("memory.md", "paper_memory", sharing_table),
+    "block manager": ("cache.md", "block_manager", operations_table),
     "eviction": ("cache.md", "eviction", eviction_table),
 }
 
