@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.results_file import write
+from cache_service.geometry import KvGeometry, LayerGeometry, lay_out
 from cache_service.manager import BlockManager
 from cache_service.operation import Allocation, Commit, Extension, LeaseId, Release, SequenceId
 from cache_service.prefix import Extras
@@ -97,11 +98,12 @@ class OverGrpc:
     async def _open(self, address: str, num_blocks: int) -> None:
         self._stub = cache_pb2_grpc.BlockManagerServiceStub(open_channel(address))
         layer = cache_pb2.LayerGeometry(num_kv_heads=1, k_head_dim=1, v_head_dim=1)
+        block_bytes = lay_out(KvGeometry(BLOCK_SIZE, "float32", (LayerGeometry(1, 1, 1),))).block_bytes
         geometry = cache_pb2.KvGeometry(block_size=BLOCK_SIZE, dtype="float32", layers=[layer])
         about = {"executor_id": "benchmark", "arena_id": "cpu", "model_fingerprint": "none", "pid": os.getpid()}
-        request = cache_pb2.RegisterExecutorRequest(geometry=geometry, kv_bytes=num_blocks << 12, **about)
+        request = cache_pb2.RegisterExecutorRequest(geometry=geometry, kv_bytes=num_blocks * block_bytes, **about)
         registered = await self._stub.RegisterExecutor(request)
-        assert registered.arena.num_blocks >= num_blocks
+        assert registered.arena.num_blocks == num_blocks
         lease = await self._stub.OpenLease(cache_pb2.OpenLeaseRequest(client_id="benchmark"))
         self._lease_id = lease.lease_id
 
