@@ -90,7 +90,8 @@ class Watching:
             if not self._service.has_arena(arena.arena_id) or self._service.find_arena(arena.arena_id) is not arena:
                 raise refusal.arena_replaced(arena.arena_id)
             try:
-                await asyncio.wait_for(waker.wait(), LOOK_INTERVAL_S)
+                async with asyncio.timeout(LOOK_INTERVAL_S):
+                    await waker.wait()
             except TimeoutError:
                 continue
             waker.clear()

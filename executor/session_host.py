@@ -140,7 +140,9 @@ class SessionHost:
                 self._on_authority_lost(error)
             await self._on_idle(is_idle)
             try:
-                await asyncio.wait_for(self._wake.wait(), interval_s)
+                # Not wait_for: in Python 3.11 it can lose the cancellation that ends this task.
+                async with asyncio.timeout(interval_s):
+                    await self._wake.wait()
             except TimeoutError:
                 continue
 

@@ -128,7 +128,8 @@ class Child:
             return
         self.signal(signal.SIGTERM)
         try:
-            await asyncio.wait_for(self.wait(), self.spec.stop_grace_s)
+            async with asyncio.timeout(self.spec.stop_grace_s):
+                await self.wait()
         except TimeoutError:
             self._write_line(f"did not end within {self.spec.stop_grace_s:g} s of SIGTERM: killed")
             self.kill()
@@ -190,7 +191,8 @@ class _Output(asyncio.Protocol):
     async def drain(self, timeout_s: float) -> None:
         """Until the last line, or for as long where a grandchild keeps the pipe open; then read no more."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._ended.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._ended.wait()
         if self._transport is not None:
             self._transport.close()
 

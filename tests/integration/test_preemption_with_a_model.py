@@ -66,7 +66,9 @@ async def test_the_same_with_and_without_preemptions(llama_engine: RunningEngine
 @pytest.mark.parametrize("name", CASES)
 async def test_the_same_when_it_is_resumed(llama_engine: RunningEngine, name: str) -> None:
     """From its first token, from its middle, from its last but one; each choice from elsewhere."""
-    request = generate_request(pb.GenerateRequest, PROMPT, {"seed": 11, **CASES[name]})
+    request = pb.GenerateRequest.FromString(
+        generate_request(PROMPT, {"seed": 11, **CASES[name]}).SerializeToString()  # the two have the same fields
+    )
     async with router_in_front_of(llama_engine) as router, open_channel(f"127.0.0.1:{router.port}") as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         whole = await stub.Generate(request, timeout=60)

@@ -216,3 +216,9 @@ def test_what_is_really_loaded(module, absent):
     code = f"import sys, {module}; print(*[name for name in {absent} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+def test_nothing_waits_with_wait_for():
+    """In Python 3.11 `asyncio.wait_for` can lose a cancellation that comes as its wait ends: a task lives for ever.
+    `asyncio.timeout` does not."""
+    assert [path.as_posix() for path in source_files() if "asyncio.wait_for(" in path.read_text("utf-8")] == []
