@@ -1,6 +1,6 @@
 """Greedy answers of a real model, SmolLM2-135M-Instruct, equal `transformers` `generate`, token for token.
 
-Twenty real prompts of 1 to 600 tokens, in four variants of the grid that the tiny models run in full. `generate` takes
+Twenty real prompts of 1 to 600 tokens, in variants of the grid that the tiny models run in full. `generate` takes
 two minutes for all of them, so it says what is right for every fifth; the answers to the others are judged by the same
 model in one pass each, and a longer test has `generate` say it for all.
 """
@@ -62,7 +62,7 @@ def case() -> Iterator[Case]:
     ("variant", "chunk", "batch", "warm"),
     [
         ("all at once", 2048, 20, False),
-        ("a batch of eight", 2048, 8, False),
+        pytest.param("a batch of eight", 2048, 8, False, marks=pytest.mark.long),
         ("chunks of 33 in a batch", 33, 8, False),
         ("prefix hits in a batch", 2048, 8, True),
     ],

@@ -92,6 +92,7 @@ def arenas_of(running: subprocess.Popen[bytes]) -> set[str]:
     return {line.split()[-1] for line in maps if "/dev/shm/octavo" in line}
 
 
+@pytest.mark.long  # make test has kills of a supervised executor, and spares that take over
 def test_a_killed_executor_leaves_the_arena_to_its_successor_which_drains(tmp_path, cache, model):
     """Field failure 38: an attacher that dies by SIGKILL takes nothing with it, and the next one is a higher epoch."""
     with executor(tmp_path, cache, model, "--no-verify-model") as running:
@@ -113,6 +114,7 @@ def test_a_killed_executor_leaves_the_arena_to_its_successor_which_drains(tmp_pa
     assert "Traceback" not in log
 
 
+@pytest.mark.long
 def test_it_waits_for_the_cache_service_and_a_signal_ends_the_wait(tmp_path, model):
     """Field failure 37: SIGTERM before it serves."""
     with executor(tmp_path, f"unix:{tmp_path}/nobody.sock", model) as running:

@@ -91,6 +91,7 @@ def test_a_triton_that_runs_otherwise_is_refused_with_the_remedy(name, device, e
     assert message in done.stdout
 
 
+@pytest.mark.long
 def test_an_executor_whose_triton_was_imported_too_early_says_so_in_one_line():
     code = "import sys, triton, executor.__main__ as m; sys.exit(m.main(sys.argv[1:] + {options}))"
     options = ["--attention=triton-interpret", "--listen=127.0.0.1:0", "--metrics-listen=", "--log-level=error"]

@@ -1,5 +1,6 @@
 """The demo model's tokenizer, converted once and kept, is the same tokenizer the second time."""
 
+import pytest
 from transformers import AutoTokenizer
 
 from octavo.conversion_cache import conversion_of
@@ -11,6 +12,7 @@ VOCABULARY_SIZE = 49152
 TEXTS = ["", " ", "Hello world", "👩‍👩‍👧 naïve 東京", "<|im_start|>user\nhi<|im_end|>", "a\r\n\tb  c", "\x00\ufffd"]
 
 
+@pytest.mark.long
 def test_a_kept_tokenizer_is_the_converted_one(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     name, options = resolve_model("demo").pretrained_arguments()
