@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import grpc
-from google.protobuf.duration_pb2 import Duration
 
 from cache_service.config import CacheServiceConfig
 from cache_service.geometry import KvGeometry
@@ -47,7 +46,7 @@ from cache_service.servicer_messages import (
 )
 from cache_service.watching import Watching
 from octavo.errors import FieldViolation, OctavoError, invalid_argument
-from octavo.rpc import ServerParts, start_server
+from octavo.rpc import ServerParts, duration_message, start_server
 from octavo.tracing import NO_TRACING, TraceContext, Tracing
 from octavo.v1 import cache_pb2, cache_pb2_grpc
 
@@ -171,7 +170,7 @@ class BlockManagerServicer(cache_pb2_grpc.BlockManagerServiceServicer):
         )
         return cache_pb2.OpenLeaseResponse(
             lease_id=lease.lease_id,
-            ttl=_duration(lease.ttl_s),
+            ttl=duration_message(lease.ttl_s),
             last_sequence_number=lease.last_number,
             client_epoch=lease.client_epoch,
         )
@@ -189,7 +188,7 @@ class BlockManagerServicer(cache_pb2_grpc.BlockManagerServiceServicer):
     ) -> cache_pb2.KeepLeaseAliveResponse:
         steps = steps_of(request.acknowledged)
         lease = self._service.keep_lease_alive(LeaseId(request.lease_id), steps, self._now())
-        return cache_pb2.KeepLeaseAliveResponse(ttl=_duration(lease.ttl_s))
+        return cache_pb2.KeepLeaseAliveResponse(ttl=duration_message(lease.ttl_s))
 
     async def CloseLease(
         self, request: cache_pb2.CloseLeaseRequest, context: grpc.aio.ServicerContext
@@ -317,12 +316,6 @@ class BlockManagerServicer(cache_pb2_grpc.BlockManagerServiceServicer):
 
     def _now(self) -> float:
         return self._clock.monotonic_s()
-
-
-def _duration(seconds: float) -> Duration:
-    duration = Duration()
-    duration.FromNanoseconds(int(seconds * 1e9))
-    return duration
 
 
 async def start_cache_server(listen: str, servicer: BlockManagerServicer, **options: Any) -> ServerParts:

@@ -62,6 +62,13 @@ CHANNEL_OPTIONS: tuple[tuple[str, Any], ...] = (
 # ------------------------------------------------------------------------------------------------- errors and statuses
 
 
+def duration_message(seconds: float) -> Duration:
+    """To the wire."""
+    message = Duration()
+    message.FromNanoseconds(int(seconds * 1e9))
+    return message
+
+
 def status_of(error: OctavoError) -> status_pb2.Status:
     """The rich status of an error: `ErrorInfo` always, `BadRequest` and `RetryInfo` where they apply."""
     status = status_pb2.Status(code=error.code.value, message=error.message)
@@ -73,8 +80,7 @@ def status_of(error: OctavoError) -> status_pb2.Status:
             bad.field_violations.add(field=violation.field, description=violation.description)
         status.details.add().Pack(bad)
     if error.retry_after_s is not None:
-        delay = Duration()
-        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        delay = duration_message(error.retry_after_s)
         status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
     return status
 

@@ -13,10 +13,10 @@ import grpc
 from google.rpc import status_pb2
 
 from octavo.errors import Code, OctavoError
-from octavo.rpc import error_of, error_of_call, open_channel
+from octavo.rpc import duration_message, error_of, error_of_call, open_channel
 from octavo.tls import TlsSource
 from octavo.v1 import cache_pb2, cache_pb2_grpc
-from router.clients.lease_messages import commit_message, duration, session_steps, tag_message
+from router.clients.lease_messages import commit_message, session_steps, tag_message
 from router.ids import BlockId, SessionKey, StepId
 from router.model import Model
 from router.outbox import (
@@ -78,7 +78,7 @@ class CacheClient:
         Raises:
             OctavoError: not reached, or refused.
         """
-        request = cache_pb2.OpenLeaseRequest(client_id=self._client_id, ttl=duration(self._ttl_s))
+        request = cache_pb2.OpenLeaseRequest(client_id=self._client_id, ttl=duration_message(self._ttl_s))
         response = await _call(self._stub.OpenLease, request)
         ttl_s = response.ttl.ToNanoseconds() / 1e9
         return Lease(response.lease_id, response.client_epoch, ttl_s, response.last_sequence_number)

@@ -2,8 +2,6 @@
 
 from collections.abc import Mapping
 
-from google.protobuf.duration_pb2 import Duration
-
 from octavo.tracing import RequestTag
 from octavo.v1 import cache_pb2
 from router.ids import SessionKey, StepId
@@ -39,10 +37,3 @@ def tag_message(tag: RequestTag) -> cache_pb2.RequestTag:
     return cache_pb2.RequestTag(
         request_id=tag.request_id, traceparent=context.traceparent, tracestate=context.tracestate
     )
-
-
-def duration(seconds: float) -> Duration:
-    """To the wire."""
-    message = Duration()
-    message.FromNanoseconds(int(seconds * 1e9))
-    return message
