@@ -1,14 +1,13 @@
 """`octavo.AsyncClient`: the public API for asyncio. `octavo.client` is its twin for plain Python.
 
 Only what waits is here; requests and results are made in `octavo.messages`, connections in `octavo.client_channel`,
-what is sent again is decided in `octavo.retry`, and how a broken answer goes on in `octavo.continuation`.
+what is sent again is decided in `octavo.retry`, and how a broken answer goes on in `octavo.answer`.
 """
 
 import asyncio
 import contextlib
 import random
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Unpack
@@ -16,12 +15,12 @@ from typing import Any, Unpack
 import grpc
 
 from octavo import messages
+from octavo.answer import Answer
 from octavo.client import DEFAULT_ADDRESS, DEFAULT_RETRY
 from octavo.client_channel import Connection, Security, cancelled, error_from
-from octavo.continuation import Continuation
 from octavo.errors import OctavoError
 from octavo.options import GenerateOptions, Messages, Prompt
-from octavo.results import Delta, Event, Generation, GenerationBuilder, ModelInfo, ModelLoad, ServerInfo
+from octavo.results import Delta, Event, Generation, ModelInfo, ModelLoad, ServerInfo
 from octavo.retry import Attempts, RetryPolicy
 from octavo.v1 import inference_pb2 as pb
 from octavo.v1 import inference_pb2_grpc
@@ -176,7 +175,6 @@ class AsyncGenerationStream:
 
     Attributes:
         request_id: the request's own, or the one that it was given.
-        num_calls: that the answer took so far.
     """
 
     def __init__(
@@ -187,19 +185,20 @@ class AsyncGenerationStream:
         target: str,
     ) -> None:
         self.request_id = request.request_id
-        self.num_calls = 0
-        self._open_call, self._request, self._attempts, self._target = open_call, request, attempts, target
-        self._continuation = Continuation(messages.shape_of(request))
-        self._builder = GenerationBuilder()
-        self._fresh: deque[Event] = deque()  # that nobody has read
-        self._began: float | None = None
+        self._open_call, self._target = open_call, target
+        self._answer = Answer(request, attempts)
         self._closed = asyncio.Event()
         self._call = self._send()
 
+    @property
+    def num_calls(self) -> int:
+        """That the answer took so far."""
+        return self._answer.num_calls
+
     async def __aiter__(self) -> AsyncIterator[Event]:
         while True:
-            while self._fresh:
-                yield self._fresh.popleft()
+            for event in self._answer.fresh():
+                yield event
             try:
                 response = await self._call.read()
             except asyncio.CancelledError:
@@ -207,13 +206,17 @@ class AsyncGenerationStream:
                     raise cancelled("the stream was closed") from None
                 raise
             except grpc.RpcError as error:
-                if self._continuation.is_complete:
+                if self._answer.is_complete:
                     return
                 await self._come_back(error_from(self._target, error))
                 continue
             if response is grpc.aio.EOF:  # type: ignore[attr-defined] # the stubs lack it
                 return
-            self._take(response)
+            try:
+                self._answer.take(response)
+            except OctavoError:
+                self._end()
+                raise
 
     async def texts(self) -> AsyncIterator[str]:
         """The text alone, piece by piece; of all choices, so of use for one."""
@@ -225,7 +228,7 @@ class AsyncGenerationStream:
         """The whole answer; reads what was not read yet."""
         async for _ in self:
             pass
-        return self._builder.build()
+        return self._answer.build()
 
     async def close(self) -> None:
         """Ends the request; nothing happens when it has ended."""
@@ -238,29 +241,11 @@ class AsyncGenerationStream:
     def _send(self) -> Any:
         if self._closed.is_set():
             raise cancelled("the stream was closed")
-        now = time.monotonic()
-        self._began = now if self._began is None else self._began
-        request = messages.request_to_send(self._request, self._continuation.resume(), now - self._began)
-        self.num_calls += 1
-        return self._open_call(request, self._attempts.timeout_s(now))
-
-    def _take(self, response: pb.GenerateStreamResponse) -> None:
-        event = messages.event_of(response)
-        try:
-            shown = self._continuation.take(event) if event is not None else []
-        except OctavoError:
-            self._end()
-            raise
-        if shown:
-            self._attempts.progress()
-        for each in shown:
-            self._builder.add(each)
-        self._fresh += shown
+        return self._open_call(*self._answer.next_call(time.monotonic()))
 
     async def _come_back(self, failure: OctavoError) -> None:
         """After a pause, call again for what is missing. Raises OctavoError where that is not to be done."""
-        pause_s = self._attempts.pause_after(failure, time.monotonic(), random.random())
-        self._continuation.begin_call()
+        pause_s = self._answer.pause_after(failure, time.monotonic(), random.random())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause_s):
                 await self._closed.wait()

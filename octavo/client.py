@@ -1,13 +1,12 @@
 """`octavo.Client`: the public API as plain Python calls. `octavo.async_client` is its twin for asyncio.
 
 Only what waits is here; requests and results are made in `octavo.messages`, connections in `octavo.client_channel`,
-what is sent again is decided in `octavo.retry`, and how a broken answer goes on in `octavo.continuation`.
+what is sent again is decided in `octavo.retry`, and how a broken answer goes on in `octavo.answer`.
 """
 
 import random
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Unpack
@@ -15,11 +14,11 @@ from typing import Any, Unpack
 import grpc
 
 from octavo import messages
+from octavo.answer import Answer
 from octavo.client_channel import Connection, Security, cancelled, error_from
-from octavo.continuation import Continuation
 from octavo.errors import OctavoError
 from octavo.options import GenerateOptions, Messages, Prompt
-from octavo.results import Delta, Event, Generation, GenerationBuilder, ModelInfo, ModelLoad, ServerInfo
+from octavo.results import Delta, Event, Generation, ModelInfo, ModelLoad, ServerInfo
 from octavo.retry import Attempts, RetryPolicy
 from octavo.v1 import inference_pb2 as pb
 from octavo.v1 import inference_pb2_grpc
@@ -174,7 +173,6 @@ class GenerationStream:
 
     Attributes:
         request_id: the request's own, or the one that it was given.
-        num_calls: that the answer took so far.
     """
 
     def __init__(
@@ -185,30 +183,34 @@ class GenerationStream:
         target: str,
     ) -> None:
         self.request_id = request.request_id
-        self.num_calls = 0
-        self._open_call, self._request, self._attempts, self._target = open_call, request, attempts, target
-        self._continuation = Continuation(messages.shape_of(request))
-        self._builder = GenerationBuilder()
-        self._fresh: deque[Event] = deque()  # that nobody has read
-        self._began: float | None = None
+        self._open_call, self._target = open_call, target
+        self._answer = Answer(request, attempts)
         self._lock = threading.Lock()  # of the call and its end: `close` may come from another thread
         self._closed = threading.Event()
         self._call = self._send()
 
+    @property
+    def num_calls(self) -> int:
+        """That the answer took so far."""
+        return self._answer.num_calls
+
     def __iter__(self) -> Iterator[Event]:
         while True:
-            while self._fresh:
-                yield self._fresh.popleft()
+            yield from self._answer.fresh()
             try:
                 response = next(self._call, None)
             except grpc.RpcError as error:
-                if self._continuation.is_complete:
+                if self._answer.is_complete:
                     return
                 self._come_back(error_from(self._target, error))
                 continue
             if response is None:
                 return
-            self._take(response)
+            try:
+                self._answer.take(response)
+            except OctavoError:
+                self.close()
+                raise
 
     def texts(self) -> Iterator[str]:
         """The text alone, piece by piece; of all choices, so of use for one."""
@@ -218,7 +220,7 @@ class GenerationStream:
         """The whole answer; reads what was not read yet."""
         for _ in self:
             pass
-        return self._builder.build()
+        return self._answer.build()
 
     def close(self) -> None:
         """Ends the request; nothing happens when it has ended."""
@@ -230,30 +232,11 @@ class GenerationStream:
         with self._lock:
             if self._closed.is_set():
                 raise cancelled("the stream was closed")
-            now = time.monotonic()
-            self._began = now if self._began is None else self._began
-            request = messages.request_to_send(self._request, self._continuation.resume(), now - self._began)
-            self.num_calls += 1
-            return self._open_call(request, self._attempts.timeout_s(now))
-
-    def _take(self, response: pb.GenerateStreamResponse) -> None:
-        event = messages.event_of(response)
-        try:
-            shown = self._continuation.take(event) if event is not None else []
-        except OctavoError:
-            self.close()
-            raise
-        if shown:
-            self._attempts.progress()
-        for each in shown:
-            self._builder.add(each)
-        self._fresh += shown
+            return self._open_call(*self._answer.next_call(time.monotonic()))
 
     def _come_back(self, failure: OctavoError) -> None:
         """After a pause, call again for what is missing. Raises OctavoError where that is not to be done."""
-        pause_s = self._attempts.pause_after(failure, time.monotonic(), random.random())
-        self._continuation.begin_call()
-        self._closed.wait(pause_s)
+        self._closed.wait(self._answer.pause_after(failure, time.monotonic(), random.random()))
         self._call = self._send()
 
     def __enter__(self) -> "GenerationStream":

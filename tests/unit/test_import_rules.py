@@ -35,7 +35,9 @@ FOUNDATION = {
     "memory_handle",
     "grammar",
 }
-CLIENT = {"client", "async_client", "client_channel", "continuation", "messages", "options", "results", "retry"}
+CLIENT = {
+    *("answer", "client", "async_client", "client_channel", "continuation", "messages", "options", "results", "retry"),
+}
 ROOF = {
     *("cli", "launcher", "launch_config", "launch_plan", "supervisor", "child", "guard", "run_directory"),
     *("rollout", "control", "rollout_command"),
@@ -47,6 +49,7 @@ MAY_SPEAK_GRPC = (
     *(
         "octavo/rpc.py",
         "octavo/secure_channel.py",
+        "octavo/answer.py",
         "octavo/client.py",
         "octavo/async_client.py",
         "octavo/client_channel.py",
