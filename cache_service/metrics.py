@@ -74,14 +74,22 @@ def _executors(executors: list[Executor]) -> Iterator[Metric]:
     restarts = CounterMetricFamily(
         "octavo_executor_restarts", "Processes that took an earlier one's place.", labels=["executor"]
     )
+    info = GaugeMetricFamily(
+        "octavo_registered_executor_info",
+        "Always 1; the executors that live, and the address of each one's own metrics (empty: none).",
+        labels=["executor", "metrics_address"],
+    )
     for executor in executors:
         if not executor.ended_in_order:
             up.add_metric([executor.executor_id], executor.is_alive)
         restarts.add_metric([executor.executor_id], executor.num_restarts)
+        if executor.is_alive:
+            info.add_metric([executor.executor_id, executor.metrics_address], 1)
     num_alive = sum(executor.is_alive for executor in executors)
     yield GaugeMetricFamily("octavo_kv_executors", "Registered executors alive.", value=num_alive)
     yield up
     yield restarts
+    yield info
 
 
 def _sequences(arenas: list[ManagedArena]) -> Metric:

@@ -43,6 +43,7 @@ class Executor:
     is_alive: bool = True
     ended_in_order: bool = False  # it is dead, and held no session then: nobody misses it
     num_restarts: int = 0  # processes of this id before
+    metrics_address: str = ""  # as it said when it registered last; empty: none
     owner_of: dict[int, LeaseId] = field(default_factory=dict)  # open session id -> lease it runs for
     closed: IdRanges = field(default_factory=IdRanges)  # session ids that are over
 

@@ -103,6 +103,7 @@ class BlockManagerServicer(cache_pb2_grpc.BlockManagerServiceServicer):
         # Shielded: a caller that leaves must not leave a half-made arena behind.
         registration = asyncio.ensure_future(self._register(registration_of(request)))
         executor = await asyncio.shield(registration)
+        executor.metrics_address = request.metrics_address
         arena = self._service.find_arena(executor.arena_id).memory.description
         return cache_pb2.RegisterExecutorResponse(arena=arena_message(arena), executor_epoch=executor.epoch)
 

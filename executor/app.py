@@ -155,6 +155,7 @@ def _registration(config: ExecutorConfig, loaded: LoadedModel) -> Registration:
         model_fingerprint=loaded.description.fingerprint,
         geometry=loaded.geometry,
         kv_bytes=config.kv_memory_mib << 20,
+        metrics_address="" if config.metrics_listen.endswith(":0") else config.metrics_listen,  # 0: not known yet
     )
 
 

@@ -7,51 +7,32 @@ cannot be read is named and left out. Not here: a view that keeps up with the st
 import dataclasses
 import json
 import sys
-import urllib.error
-import urllib.request
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
 from pydantic import Field
 
 from octavo.connection_config import ConnectionConfig, connect
 from octavo.errors import OctavoError
 from octavo.request_config import describe_refusal
+from octavo.samples import BLOCK_STATES, Samples, executor_addresses, scrape, scrape_executors
 from octavo.settings import load_settings
-
-BLOCK_STATES = ("free", "cached", "used", "fenced", "reserved")
 
 
 class StatsConfig(ConnectionConfig):
     """One look at a running stack: models, load, KV blocks, prefix cache, steps."""
 
-    executor_metrics: str = Field("127.0.0.1:9702", description="host:port of the executor's metrics; empty: none")
     cache_service_metrics: str = Field(
         "127.0.0.1:9701", description="host:port of the cache service's metrics; empty: none"
+    )
+    executor_metrics: tuple[str, ...] = Field(
+        (),
+        description="host:port of an executor's metrics, may be given several times; "
+        "none given: of all that the cache service knows",
     )
     timeout_s: float | None = Field(5.0, gt=0, description="seconds until each of them must have answered")
     retry_refused_s: float = Field(0.0, ge=0, description="seconds for which a refused call is sent again")
     json_output: bool = Field(False, description="print one JSON object instead")
-
-
-class Samples:
-    """One scrape: sums over the series of a name."""
-
-    def __init__(self, text: str) -> None:
-        self._samples: dict[str, list[tuple[Mapping[str, str], float]]] = defaultdict(list)
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                self._samples[sample.name].append((sample.labels, sample.value))
-
-    def total(self, name: str, **labels: str) -> float:
-        """The sum of the series with these labels; 0 where there is none."""
-        return sum(value for has, value in self._samples[name] if labels.items() <= has.items())
-
-    def values(self, name: str, label: str) -> list[str]:
-        """What a label of this name is, each once, in the order of the scrape."""
-        return list(dict.fromkeys(has[label] for has, _ in self._samples[name] if label in has))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -81,22 +62,20 @@ def look(config: StatsConfig) -> dict[str, Any]:
         "models": [dataclasses.asdict(model) | load.get(model.name, {}) for model in models],
         "unreachable": {},
     }
-    for part, address, read in (
-        ("kv_cache", config.cache_service_metrics, kv_cache_of),
-        ("steps", config.executor_metrics, _steps),
-    ):
-        if address:
-            try:
-                found[part] = read(scrape(address, config.timeout_s))
-            except (OSError, ValueError) as error:
-                found["unreachable"][part] = f"http://{address}/metrics: {error}"
+    addresses = config.executor_metrics
+    if config.cache_service_metrics:
+        try:
+            cache = scrape(config.cache_service_metrics, config.timeout_s)
+        except (OSError, ValueError) as error:
+            found["unreachable"]["cache service"] = f"http://{config.cache_service_metrics}/metrics: {error}"
+        else:
+            found["kv_cache"] = kv_cache_of(cache)
+            addresses = addresses or executor_addresses(cache, config.cache_service_metrics)
+    executors = scrape_executors(addresses, config.timeout_s)
+    found["executors"] = {name: _steps(samples) for name, samples in executors.samples.items()}
+    for address, why in executors.away.items():
+        found["unreachable"][f"executor at {address}"] = f"http://{address}/metrics: {why}"
     return found
-
-
-def scrape(address: str, timeout_s: float | None) -> Samples:
-    """The metrics served there. Raises OSError where nobody serves any, ValueError where something else is served."""
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=timeout_s) as response:
-        return Samples(response.read().decode("utf-8"))
 
 
 def kv_cache_of(samples: Samples) -> dict[str, Any]:
@@ -116,6 +95,7 @@ def kv_cache_of(samples: Samples) -> dict[str, Any]:
 def _steps(samples: Samples) -> dict[str, Any]:
     count = samples.total("octavo_step_time_seconds_count")
     return {
+        "sessions": int(samples.total("octavo_executor_sessions")),
         "steps": int(count),
         "failed_steps": int(samples.total("octavo_steps_failed_total")),
         "mean_step_s": samples.total("octavo_step_time_seconds_sum") / count if count else 0.0,
@@ -139,11 +119,11 @@ def render(found: Mapping[str, Any]) -> str:
         ]
     if "kv_cache" in found:
         lines += _render_kv_cache(found["kv_cache"])
-    if "steps" in found:
-        steps = found["steps"]
-        mean = f"mean {1000 * steps['mean_step_s']:.1f} ms for {steps['mean_step_tokens']:.1f} tokens"
-        lines += [f"steps          {steps['steps']:,}, {mean}, {steps['failed_steps']} failed"]
-    lines += [f"{part:<15}not reachable: {why}" for part, why in found["unreachable"].items()]
+    for name, about in found["executors"].items():
+        mean = f"mean {1000 * about['mean_step_s']:.1f} ms for {about['mean_step_tokens']:.1f} tokens"
+        steps = f"{about['steps']:,} steps, {mean}, {about['failed_steps']} failed"
+        lines += [f"executor       {name}: {'serving' if about['sessions'] else 'idle'}, {steps}"]
+    lines += [f"not reachable  {part}: {why}" for part, why in found["unreachable"].items()]
     return "\n".join(lines) + "\n"
 
 

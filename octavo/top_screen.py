@@ -28,6 +28,8 @@ def draw(picture: "Picture", tokens_per_s: Sequence[float]) -> RenderableType:
         Panel(_requests(picture, tokens_per_s), title="requests", title_align="left", box=box.ROUNDED),
         Panel(_blocks(picture), title="KV blocks", title_align="left", box=box.ROUNDED),
     ]
+    if picture.now.executors:
+        parts.append(Panel(_executors(picture), title="executors", title_align="left", box=box.ROUNDED))
     tenants = picture.tenants()
     if tenants:
         parts.append(Panel(_tenants(tenants), title="tenants", title_align="left", box=box.ROUNDED))
@@ -44,15 +46,10 @@ def _requests(picture: "Picture", tokens_per_s: Sequence[float]) -> RenderableTy
         ("prompt/s", _number(picture.rate("router", "octavo_prompt_tokens_total"))),
         ("ended/s", _number(picture.rate("router", "octavo_request_success_total"))),
         ("preempted", _count(now.total("router", "octavo_num_preemptions_total"))),
-        ("mean step", _milliseconds(picture.ratio("executor", _STEP + "_sum", _STEP + "_count"))),
-        ("steps/s", _number(picture.rate("executor", _STEP + "_count"))),
         ("executors", _count(now.total("cache service", "octavo_kv_executors"))),
         ("restarts", _count(now.total("cache service", "octavo_executor_restarts_total"))),
     )
     return Group(table, Text(spark(tokens_per_s), style="blue"))
-
-
-_STEP = "octavo_step_time_seconds"
 
 
 def _blocks(picture: "Picture") -> RenderableType:
@@ -75,6 +72,26 @@ def _blocks(picture: "Picture") -> RenderableType:
         ("handed out/s", _number(picture.rate(cache, "octavo_kv_blocks_allocated_total"))),
     )
     return Group(bar(counts), legend, table)
+
+
+def _executors(picture: "Picture") -> RenderableType:
+    """One that has no session waits: a spare, or of an engine without a router."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("executor")
+    table.add_column("")
+    for name in ("rows", "steps/s", "mean step", "tokens/s"):
+        table.add_column(name, justify="right")
+    step = "octavo_step_time_seconds"
+    for name in picture.now.executors:
+        table.add_row(
+            name,
+            "serving" if picture.now.total(name, "octavo_executor_sessions") else "idle",
+            _count(picture.now.total(name, "octavo_executor_rows")),
+            _number(picture.rate(name, step + "_count")),
+            _milliseconds(picture.ratio(name, step + "_sum", step + "_count")),
+            _number(picture.rate(name, "octavo_iteration_tokens_sum")),
+        )
+    return table
 
 
 def _tenants(tenants: dict[str, dict[str, float]]) -> RenderableType:

@@ -38,6 +38,7 @@ class Registration:
     model_fingerprint: str
     geometry: KvGeometry
     kv_bytes: int
+    metrics_address: str = ""  # for those who look at a stack; empty: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,7 @@ class CacheClient:
             model_fingerprint=registration.model_fingerprint,
             geometry=_geometry_message(registration.geometry),
             kv_bytes=registration.kv_bytes,
+            metrics_address=registration.metrics_address,
         )
         response = await _call(lambda: self._stub.RegisterExecutor(request, timeout=_REGISTER_CALL_TIMEOUT_S))
         self._epoch = response.executor_epoch

@@ -31,7 +31,7 @@ class LayerGeometry(_message.Message):
     def __init__(self, num_kv_heads: _Optional[int] = ..., k_head_dim: _Optional[int] = ..., v_head_dim: _Optional[int] = ...) -> None: ...
 
 class RegisterExecutorRequest(_message.Message):
-    __slots__ = ("executor_id", "executor_epoch", "pid", "arena_id", "model_fingerprint", "geometry", "kv_bytes")
+    __slots__ = ("executor_id", "executor_epoch", "pid", "arena_id", "model_fingerprint", "geometry", "kv_bytes", "metrics_address")
     EXECUTOR_ID_FIELD_NUMBER: _ClassVar[int]
     EXECUTOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,7 @@ class RegisterExecutorRequest(_message.Message):
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     executor_id: str
     executor_epoch: int
     pid: int
@@ -46,7 +47,8 @@ class RegisterExecutorRequest(_message.Message):
     model_fingerprint: str
     geometry: KvGeometry
     kv_bytes: int
-    def __init__(self, executor_id: _Optional[str] = ..., executor_epoch: _Optional[int] = ..., pid: _Optional[int] = ..., arena_id: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., geometry: _Optional[_Union[KvGeometry, _Mapping]] = ..., kv_bytes: _Optional[int] = ...) -> None: ...
+    metrics_address: str
+    def __init__(self, executor_id: _Optional[str] = ..., executor_epoch: _Optional[int] = ..., pid: _Optional[int] = ..., arena_id: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., geometry: _Optional[_Union[KvGeometry, _Mapping]] = ..., kv_bytes: _Optional[int] = ..., metrics_address: _Optional[str] = ...) -> None: ...
 
 class RegisterExecutorResponse(_message.Message):
     __slots__ = ("arena", "executor_epoch")

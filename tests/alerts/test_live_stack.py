@@ -177,12 +177,12 @@ def test_every_panel_of_the_dashboards_has_an_answer(loaded: LiveStack) -> None:
 
 def test_every_panel_of_tenants_has_an_answer(loaded: LiveStack) -> None:
     """After one was over a limit, and somebody was not let in; but for calls now, as there are none."""
-    with octavo.Client(loaded.router, timeout_s=60, token=IDLE, retries=0) as idle:
+    with octavo.Client(loaded.router, timeout_s=60, token=IDLE, retry=None) as idle:
         idle.tokenize("more than one token")  # it owes from now on
         idle.generate("a", max_tokens=1)
         with pytest.raises(OctavoError, match="tokens_per_minute"):
             idle.generate("a", max_tokens=1)
-    with octavo.Client(loaded.router, timeout_s=60, retries=0) as stranger, pytest.raises(OctavoError):
+    with octavo.Client(loaded.router, timeout_s=60, retry=None) as stranger, pytest.raises(OctavoError):
         stranger.generate("a", max_tokens=1)
     of_tenants = {where: expression_of(target) for where, target in TARGETS if where.startswith("tenants.json")}
     for where, expression in of_tenants.items():
@@ -210,4 +210,5 @@ def test_an_executor_that_is_killed_reaches_alertmanager(loaded: LiveStack) -> N
     assert lost["labels"]["executor"] == "executor-0"
     assert lost["annotations"]["runbook_url"] == "docs/runbooks.md#octavoexecutorlost"
     assert loaded.monitoring.value("octavo_executor_up") == 0
-    assert loaded.monitoring.query('octavo_iteration_tokens_sum{job="octavo-executor"}') == [], "no series of the dead"
+    for series in ('octavo_iteration_tokens_sum{job="octavo-executor"}', "octavo_registered_executor_info"):
+        assert loaded.monitoring.query(series) == [], "no series of the dead"

@@ -21,6 +21,7 @@ LEFT_OUT = {
     "octavo_executor_info",
     "octavo_executor_rows",
     "octavo_executor_sessions",
+    "octavo_registered_executor_info",
     "octavo_request_inference_time_seconds",  # prefill and decode
     "octavo_request_time_per_output_token_seconds",  # the gaps between tokens, averaged over an answer
 }

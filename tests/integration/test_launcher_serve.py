@@ -18,7 +18,7 @@ import pytest
 
 import octavo
 from octavo.results import Delta
-from octavo.stats import Samples
+from octavo.samples import Samples, executor_addresses, scrape
 from tests.tiny_models import save_tiny_llama
 
 PROMPT = [1, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58]
@@ -201,6 +201,10 @@ def test_metrics_of_each_process(serve):
     for port in serve.ports[1:]:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
             assert b"\noctavo_" in response.read()
+    serve.wait_for_spare()
+    of_cache_service, of_executor = (f"127.0.0.1:{port}" for port in serve.ports[2:])
+    of_spare = f"127.0.0.1:{serve.ports[3] + 1}"
+    assert set(executor_addresses(scrape(of_cache_service, 10), of_cache_service)) == {of_executor, of_spare}
 
 
 def test_variables_reach_the_children_as_arguments(serve):

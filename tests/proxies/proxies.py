@@ -15,7 +15,7 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from octavo.stats import Samples
+from octavo.samples import Samples
 from tests.alerts.prometheus import free_port, until
 from tests.engines import RunningEngine
 

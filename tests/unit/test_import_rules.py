@@ -42,7 +42,7 @@ ROOF = {
     *("cli", "launcher", "launch_config", "launch_plan", "supervisor", "child", "guard", "run_directory"),
     *("rollout", "control", "rollout_command"),
     *("prefixed_log", "demo", "generate", "chat", "stats", "request_config", "connection_config", "token_command"),
-    *("top", "top_screen"),
+    *("top", "top_screen", "samples"),
 }
 
 MAY_SPEAK_GRPC = (

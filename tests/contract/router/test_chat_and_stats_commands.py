@@ -12,7 +12,8 @@ from prometheus_client import generate_latest
 import octavo
 from cache_service.metrics import make_registry
 from octavo.chat import Chat, ChatConfig
-from octavo.stats import Samples, StatsConfig, kv_cache_of, look, main, render
+from octavo.samples import Samples
+from octavo.stats import StatsConfig, kv_cache_of, look, main, render
 from tests.fakes import EOS
 from tests.stacks import Stack, running_stack, until
 
@@ -122,15 +123,13 @@ async def test_stats_of_a_stack(stack: Stack) -> None:
     stack.executor.hooks.is_open.clear()
     asking = asyncio.create_task(stack.stream("<assistant>"))
     assert await until(lambda: stack.metric("octavo_num_requests_running") == 1)
-    config = StatsConfig(
-        address=f"127.0.0.1:{stack.router.port}", executor_metrics="", cache_service_metrics="127.0.0.1:1"
-    )
+    config = StatsConfig(address=f"127.0.0.1:{stack.router.port}", cache_service_metrics="127.0.0.1:1")
     found = await asyncio.to_thread(look, config)
     text = render(found)
     assert found["models"][0]["running_requests"] == 1
     assert "1 running, 0 waiting" in text
     assert "engine         engine-0: serving, scripted" in text
-    assert "kv_cache       not reachable: http://127.0.0.1:1/metrics" in text
+    assert "not reachable  cache service: http://127.0.0.1:1/metrics" in text
     stack.executor.hooks.is_open.set()
     await asking
 
@@ -153,6 +152,6 @@ def test_stats_of_nobody_say_so(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 async def test_stats_as_json(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--address", f"127.0.0.1:{stack.router.port}", "--executor-metrics=", "--cache-service-metrics="]
+    arguments = ["--address", f"127.0.0.1:{stack.router.port}", "--cache-service-metrics="]
     assert await asyncio.to_thread(main, [*arguments, "--json-output"]) == 0
     assert json.loads(capsys.readouterr().out)["router"]["id"] == "router-under-test"

@@ -1,14 +1,16 @@
 """`octavo top`: what follows from two readings, what is drawn, and processes that do not answer."""
 
 import io
+from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from rich.console import Console
 
 from octavo.metrics import start_metrics_server
-from octavo.stats import Samples
-from octavo.top import Picture, Reading, main
+from octavo.samples import Samples
+from octavo.top import Picture, Reading, TopConfig, main, read
 from octavo.top_screen import BAR_CELLS, bar, draw, spark
 
 
@@ -82,7 +84,7 @@ def test_pictures_of_processes_one_of_which_is_away():
     Counter("octavo_generation_tokens", "ever", registry=registry).inc(10)
     server = start_metrics_server(registry, "127.0.0.1:0")
     out = io.StringIO()
-    arguments = ["--cache-service-metrics=127.0.0.1:1", "--executor-metrics=", "--interval-s=0.1", "--frames=2"]
+    arguments = ["--cache-service-metrics=127.0.0.1:1", "--interval-s=0.1", "--frames=2"]
     try:
         done = main([f"--router-metrics=127.0.0.1:{server.port}", *arguments], Console(file=out, width=120))
     finally:
@@ -92,7 +94,60 @@ def test_pictures_of_processes_one_of_which_is_away():
     assert "the cache service does not answer: http://127.0.0.1:1/metrics" in out.getvalue()
 
 
+class Executors:
+    """Two that serve their metrics, and the cache service that knows them."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        cache = CollectorRegistry()
+        self._known = Gauge("octavo_registered_executor_info", "which", ["executor", "metrics_address"], registry=cache)
+        self.addresses = [self._serve(self._executor(name, sessions)) for name, sessions in (("a", 1), ("b", 0))]
+        for name, host, address in (("a", "127.0.0.1", self.addresses[0]), ("b", "0.0.0.0", self.addresses[1])):
+            self._known.labels(name, f"{host}:{address.rpartition(':')[2]}").set(1)
+        self._known.labels("without metrics", "").set(1)
+        self.cache_service = self._serve(cache)
+
+    def _serve(self, registry: CollectorRegistry) -> str:
+        server = start_metrics_server(registry, "127.0.0.1:0")
+        self._stack.callback(server.close)
+        return f"127.0.0.1:{server.port}"
+
+    def _executor(self, name: str, sessions: int) -> CollectorRegistry:
+        registry = CollectorRegistry()
+        Gauge("octavo_executor_info", "who", ["executor"], registry=registry).labels(name).set(1)
+        Gauge("octavo_executor_sessions", "now", registry=registry).set(sessions)
+        return registry
+
+
+@pytest.fixture(scope="module")
+def executors() -> Iterator[Executors]:
+    with ExitStack() as stack:
+        yield Executors(stack)
+
+
+def test_every_executor_that_the_cache_service_knows_is_shown(executors: Executors):
+    found = read(TopConfig(router_metrics="", cache_service_metrics=executors.cache_service))
+    assert (found.executors, dict(found.away)) == (["a", "b"], {})
+    lines = [line.split()[1:3] for line in text_of(Picture(found, None)).splitlines()]
+    assert ["a", "serving"] in lines
+    assert ["b", "idle"] in lines
+
+
+def test_executors_are_still_asked_while_the_cache_service_is_away(executors: Executors):
+    before = read(TopConfig(router_metrics="", cache_service_metrics=executors.cache_service))
+    found = read(TopConfig(router_metrics="", cache_service_metrics="127.0.0.1:1"), before)
+    assert found.executors == ["a", "b"]
+    assert list(found.away) == ["cache service"]
+
+
+def test_addresses_that_are_given_are_asked_and_no_others(executors: Executors):
+    given = (executors.addresses[1], "127.0.0.1:1")
+    config = TopConfig(router_metrics="", cache_service_metrics=executors.cache_service, executor_metrics=given)
+    found = read(config)
+    assert (found.executors, list(found.away)) == (["b"], ["executor at 127.0.0.1:1"])
+
+
 def test_nobody_answers(capsys: pytest.CaptureFixture[str]):
-    nobody = [f"--{name}-metrics=127.0.0.1:1" for name in ("router", "cache-service", "executor")]
+    nobody = [f"--{name}-metrics=127.0.0.1:1" for name in ("router", "cache-service")]
     assert main(nobody) == 1
     assert "octavo top: the cache service: http://127.0.0.1:1/metrics" in capsys.readouterr().err
