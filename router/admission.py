@@ -3,6 +3,7 @@
 Not here: the queue itself, and messages to the cache service.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -22,20 +23,26 @@ def fit(checked: CheckedRequest, prompt_ids: tuple[int, ...], model: Model) -> R
         OctavoError: FAILED_PRECONDITION with the numbers.
     """
     num_prompt, wanted = len(prompt_ids), checked.stopping.max_tokens
-    pool_tokens = _pool_tokens(num_prompt, checked.sampling.num_choices, model)
+    num_blocks = quota_blocks(checked.max_kv_share, model)
+    pool_tokens = _pool_tokens(num_prompt, checked.sampling.num_choices, model, num_blocks)
     room = min(model.max_context_tokens, pool_tokens) - num_prompt
     if room < max(1, wanted or 1):
-        raise _never_fits(num_prompt, wanted, model, pool_tokens, checked.sampling.num_choices)
+        raise _never_fits(num_prompt, wanted, model, pool_tokens, checked.sampling.num_choices, num_blocks)
     if wanted is None:
         _check_min_tokens(checked.stopping.min_tokens, room)
         return RequestSpec(checked, prompt_ids, room, FinishReason.CONTEXT_LENGTH)
     return RequestSpec(checked, prompt_ids, wanted, FinishReason.MAX_TOKENS)
 
 
-def _pool_tokens(num_prompt: int, num_choices: int, model: Model) -> int:
+def quota_blocks(max_share: float, model: Model) -> int:
+    """How many blocks a share of them is; at least one."""
+    return max(1, math.floor(max_share * model.num_usable_blocks))
+
+
+def _pool_tokens(num_prompt: int, num_choices: int, model: Model, num_blocks: int) -> int:
     """How long each of the choices of a prompt can get when all are as long, and share the prompt's full blocks."""
-    num_shared = min(num_prompt // model.block_size, model.num_usable_blocks)
-    num_own = (model.num_usable_blocks - num_shared) // num_choices
+    num_shared = min(num_prompt // model.block_size, num_blocks)
+    num_own = (num_blocks - num_shared) // num_choices
     # The last generated token needs no KV, so the pool holds one token more than its blocks do.
     return (num_shared + num_own) * model.block_size + 1
 
@@ -46,9 +53,10 @@ def check_prompt_length(num_prompt: int, model: Model) -> None:
     Raises:
         OctavoError: FAILED_PRECONDITION with the numbers.
     """
-    pool_tokens = _pool_tokens(num_prompt, 1, model)
+    num_blocks = model.num_usable_blocks
+    pool_tokens = _pool_tokens(num_prompt, 1, model, num_blocks)
     if num_prompt >= min(model.max_context_tokens, pool_tokens):
-        raise _never_fits(num_prompt, None, model, pool_tokens)
+        raise _never_fits(num_prompt, None, model, pool_tokens, 1, num_blocks)
 
 
 def _check_min_tokens(min_tokens: int, room: int) -> None:
@@ -62,15 +70,17 @@ def _check_min_tokens(min_tokens: int, room: int) -> None:
 
 
 def _never_fits(
-    num_prompt: int, wanted: int | None, model: Model, pool_tokens: int, num_choices: int = 1
+    num_prompt: int, wanted: int | None, model: Model, pool_tokens: int, num_choices: int, num_blocks: int
 ) -> OctavoError:
     asked = f"prompt of {num_prompt} tokens" + (f" and max_tokens of {wanted}" if wanted is not None else "")
     asked += f" for {num_choices} answers" if num_choices > 1 else ""
     each = " of each answer" if num_choices > 1 else ""
+    is_all = num_blocks == model.num_usable_blocks
+    where = "the pool" if is_all else f"this caller's share of the pool, {num_blocks} blocks,"
     return OctavoError(
         Code.FAILED_PRECONDITION,
         "NEVER_FITS",
-        f"the {asked} can never fit: the context is {model.max_context_tokens} tokens and the pool holds "
+        f"the {asked} can never fit: the context is {model.max_context_tokens} tokens and {where} holds "
         f"{pool_tokens}{each} ({model.num_usable_blocks} usable blocks of {model.block_size}); shorten the prompt, "
         "or lower max_tokens or n",
         metadata={
@@ -80,6 +90,7 @@ def _never_fits(
             "max_context_tokens": str(model.max_context_tokens),
             "pool_tokens": str(pool_tokens),
             "usable_blocks": str(model.num_usable_blocks),
+            "quota_blocks": str(num_blocks),
             "block_size": str(model.block_size),
         },
     )

@@ -4,7 +4,8 @@ The state of waiting for blocks lives here; the decisions themselves are pure fu
 tokens, clients.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from router import admission
 from router.ids import BlockId, StepId
@@ -12,6 +13,7 @@ from router.live import Choice, Phase
 from router.model import Model, blocks_for
 from router.observer import Observer
 from router.outbox import Allocated, Allocation, Commit, Extended, Extension, Fork, Forked, Outbox, Release, Snapshot
+from router.quotas import Quotas
 from router.roster import Roster
 from router.scheduler import Row
 from router.steps import SessionSteps
@@ -30,6 +32,7 @@ class Capacity:
     Attributes:
         _retry_admission_at: who was refused blocks is tried again then, or when a request ended. None: nobody was.
         _is_closed: nobody is admitted after a preemption before a running request ended.
+        _held_back: tenants whose next in the queue waits for its own tenant's blocks.
         _hold_extensions_until: blocks of a preempted request are fenced until this step's result is here.
     """
 
@@ -43,6 +46,10 @@ class Capacity:
     _is_closed: bool = False
     _is_short: bool = False
     _hold_extensions_until: StepId = NO_STEP
+    _held_back: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._quotas = Quotas(self.model, self.roster)
 
     @property
     def used_blocks(self) -> int:
@@ -61,23 +68,38 @@ class Capacity:
     # ------------------------------------------------------------------------------------------------------- admission
 
     def admit(self, now: float) -> None:
-        """Ask for blocks for those in front of the queue, as far as there are slots for all that is born of them."""
+        """Ask for blocks for those in front of the queue, as far as there are slots for all that is born of them.
+
+        Who waits for blocks of its own tenant's quota stands in nobody else's way.
+        """
         roster = self.roster
         if not roster.running and not roster.allocating:
             self._is_closed = False
         if self._is_closed:
             return
         num_places = roster.num_free_slots - sum(choice.num_samples for choice in roster.allocating.values())
-        candidates = roster.waiting[: max(0, num_places)]
-        if self._retry_admission_at is not None:
-            if now < self._retry_admission_at or roster.allocating:
-                return
-            candidates = candidates[:1]  # who was refused is tried alone: nobody passes it again and again
-        for choice in candidates:
+        retry_at = self._retry_admission_at
+        if num_places <= 0 or (retry_at is not None and (now < retry_at or roster.allocating)):
+            return
+        for choice in self._candidates():
             num_places -= choice.num_samples
             if choice.num_steps_in_flight or num_places < 0:
                 break
             self._allocate(choice)
+            if retry_at is not None:
+                break  # who was refused is tried alone: nobody passes it again and again
+
+    def _candidates(self) -> Iterator[Choice]:
+        """Who waits, in order, but for tenants at their quota: of those nobody passes the first that must wait."""
+        self._held_back.clear()
+        for choice in list(self.roster.waiting):
+            tenant = choice.checked.tenant
+            if tenant in self._held_back:
+                continue
+            if self._quotas.admits(choice):
+                yield choice
+            else:
+                self._held_back.add(tenant)
 
     def take_refusal(self, choice: Choice, now: float) -> None:
         """There are no blocks for it now."""
@@ -86,8 +108,15 @@ class Capacity:
 
     def fork(self, parent: Choice, children: list[Choice]) -> None:
         """The prompt is computed and each choice has its first token: ask for the children's share of its blocks."""
+        num_full, num_partial = divmod(parent.row.num_computed, self.model.block_size)
+        num_copies = len(children) if num_partial else 0
+        if self._quotas.room(parent, num_copies) < num_copies:
+            for child in children:
+                self.roster.enqueue(child)
+            return
         for child in children:
             self.roster.begin_fork(child)
+            child.block_ids, child.num_asked_blocks = parent.block_ids[:num_full], 1 if num_partial else 0
         parent.num_committed_blocks = parent.row.num_computed // self.model.block_size
         self.outbox.fork(Fork(parent.sequence_id, tuple(child.sequence_id for child in children), _commit_of(parent)))
 
@@ -121,7 +150,10 @@ class Capacity:
         block_size, checked = self.model.block_size, choice.checked
         most = blocks_for(choice.spec.max_kv_tokens, block_size) - blocks_for(len(choice.tokens), block_size)
         num_refused = len(self.roster.waiting) if self._retry_admission_at is not None else 0
+        num_needed = blocks_for(len(choice.tokens), block_size)
         slack = max(0, min(most, self._slack(num_refused)))
+        slack = min(slack, self._quotas.room(choice, num_needed + slack) - num_needed)
+        choice.num_asked_blocks = num_needed + slack
         about = (checked.scope, slack, checked.bypass_cache, choice.request.tag)
         self.outbox.allocate(Allocation(choice.sequence_id, tuple(choice.tokens), *about))
 
@@ -137,24 +169,51 @@ class Capacity:
         self._retry_extension_at = None
         if steps.num_in_flight and steps.last_result < self._hold_extensions_until:
             return
-        slack = self._slack(len(self.roster.waiting))
-        for choice in self.roster.running.values():
-            if choice.is_extending:
+        slack = self._slack(sum(choice.checked.tenant not in self._held_back for choice in self.roster.waiting))
+        for choice in list(self.roster.running.values()):
+            if choice.is_extending or choice.phase is not Phase.RUNNING:
                 continue
             have, block_size = len(choice.block_ids), self.model.block_size
             grown = admission.growth(choice.row, have, slack, block_size, was_refused=choice.was_extend_refused)
             if grown is not None:
-                choice.is_extending = True
-                self.outbox.extend(Extension(choice.sequence_id, have, grown.need_blocks, grown.want_blocks))
+                self._ask(choice, grown, steps)
+
+    def _ask(self, choice: Choice, grown: admission.Growth, steps: SessionSteps) -> None:
+        have = len(choice.block_ids)
+        room = self._make_room(choice, grown, steps)
+        want_blocks = min(grown.want_blocks, have + room)
+        if choice.phase is not Phase.RUNNING or want_blocks < grown.need_blocks:
+            return
+        if want_blocks == have:
+            choice.was_extend_refused = True
+            return
+        choice.is_extending = True
+        choice.num_asked_blocks = want_blocks - have
+        self.outbox.extend(Extension(choice.sequence_id, have, grown.need_blocks, want_blocks))
+
+    def _make_room(self, choice: Choice, grown: admission.Growth, steps: SessionSteps) -> int:
+        """Blocks that its tenant's quota leaves it. Where they are too few, the newest of the tenant give way."""
+        have, tenant = len(choice.block_ids), choice.checked.tenant
+        while True:
+            room = self._quotas.room(choice, grown.want_blocks - have)
+            if have + room >= grown.need_blocks or choice.phase is not Phase.RUNNING:
+                return room
+            victim = self._quotas.choose_victim(tenant)
+            if victim is None:
+                return room  # others of the tenant wait for answers, which wake the engine
+            self._quotas.close(tenant)
+            self._give_way(victim, steps, "quota")
 
     def take_extension(self, choice: Choice, outcome: Extended) -> None:
         """More blocks; none is an answer too, to who asked ahead of need."""
+        choice.num_asked_blocks = 0
         choice.block_ids += outcome.block_ids
         choice.row.capacity_tokens = len(choice.block_ids) * self.model.block_size
         choice.was_extend_refused = not outcome.block_ids
 
-    def take_shortage(self) -> None:
+    def take_shortage(self, choice: Choice) -> None:
         """A row that cannot go on without a block got none."""
+        choice.num_asked_blocks = 0
         self._is_short = True
 
     def preempt(self, steps: SessionSteps, now: float) -> None:
@@ -167,15 +226,18 @@ class Capacity:
             self._retry_extension_at = now + RETRY_BLOCKS_S
             return
         choice = self.roster.running[victim.slot]
-        choice.request.num_preemptions += 1
         if choice.num_steps_in_flight:
             self._hold_extensions_until = steps.last_sent
+        # Nobody comes in before somebody ended, or the same request would be preempted again and again.
+        self._is_closed = True
+        self._give_way(choice, steps, "pool")
+
+    def _give_way(self, choice: Choice, steps: SessionSteps, cause: str) -> None:
+        choice.request.num_preemptions += 1
         choice.lost = ("preemption", choice.row.num_computed)
         self._give_back(choice, steps)
         self.roster.preempt(choice)
-        # Nobody comes in before somebody ended, or the same request would be preempted again and again.
-        self._is_closed = True
-        self.observer.on_preempted()
+        self.observer.on_preempted(cause)
 
     # ------------------------------------------------------------------------------------------------- commit, release
 
@@ -213,6 +275,7 @@ class Capacity:
             self.roster.refuse(choice)
         self._retry_admission_at = self._retry_extension_at = None
         self._is_closed = self._is_short = False
+        self._quotas.clear()
 
     def release(self, choice: Choice, steps: SessionSteps | None) -> None:
         """A choice ends: its blocks go back, and who waited for blocks is tried again."""
@@ -220,6 +283,7 @@ class Capacity:
             self._give_back(choice, steps)
             self._retry_admission_at = self._retry_extension_at = None
             self._is_closed = False
+            self._quotas.reopen(choice.checked.tenant)
 
     def _give_back(self, choice: Choice, steps: SessionSteps | None) -> None:
         """Blocks committed as far as computed, fenced as far as sent; the row leaves the executor."""

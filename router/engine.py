@@ -275,7 +275,7 @@ class Engine:
         if outcome.error is None:
             self._capacity.take_extension(choice, outcome)
         elif outcome.error.code is Code.RESOURCE_EXHAUSTED:
-            self._capacity.take_shortage()
+            self._capacity.take_shortage(choice)
         else:
             self.fail(choice.request, outcome.error)
 

@@ -55,6 +55,8 @@ class Choice:
         incarnation: tells this use of a slot from those before.
         num_steps_in_flight: sent steps that contain it and whose results are still to come.
         num_cache_tokens: token ids that the cache service knows of this sequence.
+        block_ids: its table; while it forks, what it will share.
+        num_asked_blocks: blocks that it has asked for besides and has no answer about.
         copy: (source, target) of a block that must be copied before its first step; None once a result proved it.
         free_after: the highest sent step of each session that contains this sequence.
         lost: why it gave up its blocks, and how many tokens were computed in them.
@@ -73,6 +75,7 @@ class Choice:
     sequence_id: SequenceId = SequenceId(0)
     incarnation: int = 0
     block_ids: list[BlockId] = field(default_factory=list)
+    num_asked_blocks: int = 0
     num_blocks_sent: int = 0
     is_at_executor: bool = False
     num_steps_in_flight: int = 0
@@ -128,6 +131,7 @@ class Choice:
         """Ask for blocks under a fresh id."""
         self.phase = Phase.ALLOCATING
         self.sequence_id = sequence_id
+        self.num_asked_blocks = 0
         self.num_cache_tokens = len(self.tokens)
 
     def begin_fork(self, sequence_id: SequenceId) -> None:
@@ -140,7 +144,7 @@ class Choice:
         """The blocks are there: it runs."""
         self.phase = Phase.RUNNING
         self._row, self.block_ids, self.copy = row, block_ids, copy
-        self.num_committed_blocks = 0
+        self.num_asked_blocks = self.num_committed_blocks = 0
         self.is_extending = self.was_extend_refused = False
         self.reset_at_executor()
 
@@ -155,6 +159,7 @@ class Choice:
         self.phase = phase
         self._row = self.copy = None
         self.block_ids = []
+        self.num_asked_blocks = 0
         self.free_after = {}
 
 

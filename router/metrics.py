@@ -81,7 +81,9 @@ class RouterMetrics:
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated")
         self.queries = self._counter("prefix_cache_queries", "Prompt tokens looked up, once per request")
         self.hits = self._counter("prefix_cache_hits", "Prompt tokens found, once per request")
-        self.preemptions = self._counter("num_preemptions", "Requests that gave up their blocks")
+        self.preemptions = self._counter(
+            "num_preemptions", "Requests that gave up their blocks: what had none left, pool or tenant's quota", "cause"
+        )
         self.recomputed = self._counter("recomputed_tokens", "Tokens computed again, by why", "cause")
         self.rejections = self._counter("admission_rejections", "Requests refused before they queued", "reason")
         self.ended = self._counter("request_success", "Ended requests, aborted ones too", "finished_reason")
@@ -150,8 +152,8 @@ class EngineMetrics:
         if gap_s is not None:
             self._token_gap.observe(gap_s)
 
-    def on_preempted(self) -> None:
-        self._metrics.preemptions.labels(*self._labels).inc()
+    def on_preempted(self, cause: str) -> None:
+        self._metrics.preemptions.labels(*self._labels, cause).inc()
 
     def on_recomputed(self, cause: str, num_tokens: int) -> None:
         if num_tokens:

@@ -42,7 +42,8 @@ class Observer(Protocol):
     def on_token(self, gap_s: float | None) -> None:
         """Every token, since the one before it of the same choice; None: there is none."""
 
-    def on_preempted(self) -> None: ...
+    def on_preempted(self, cause: str) -> None:
+        """A choice gave up its blocks: the `pool` has none, or its tenant's `quota`."""
 
     def on_recomputed(self, cause: str, num_tokens: int) -> None:
         """Tokens whose computation was sent before, and is sent again; `cause` is a word. 0 is nothing."""

@@ -133,6 +133,7 @@ class CheckedRequest:
     priority: int
     time_limit_s: float | None  # since arrival
     resume: tuple[tuple[int, tuple[int, ...]], ...]  # (index of a choice, tokens that the client has), each index once
+    max_kv_share: float = 1.0  # of an engine's blocks, for all that runs of the tenant
 
     @property
     def scores_prompt(self) -> bool:
@@ -144,8 +145,9 @@ class CheckedRequest:
         return self.output.echo and all(index != resumed for resumed, _ in self.resume)
 
     def is_same_body(self, other: "CheckedRequest") -> bool:
-        """Whether both ask for the same answer, whatever of it the client has, and of its time is left."""
-        return replace(self, resume=(), time_limit_s=None) == replace(other, resume=(), time_limit_s=None)
+        """Whether both ask for the same answer, whatever of it the client has, and of its time or quota is left."""
+        mine, others = (replace(each, resume=(), time_limit_s=None, max_kv_share=1.0) for each in (self, other))
+        return mine == others
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,7 @@ class Roster:
     def refuse(self, choice: Choice) -> None:
         """There were no blocks for it: into the queue."""
         self._forget_sequence(choice)
+        choice.leave_row(Phase.WAITING)
         self.enqueue(choice)
 
     def take_slot(self, choice: Choice) -> Slot:

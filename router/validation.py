@@ -314,6 +314,7 @@ def _checked(raw: RawRequest, request_id: str, model: Model, tenant: Tenant) -> 
         priority=raw.priority,
         time_limit_s=raw.time_limit_s,
         resume=tuple((index, tuple(token_ids)) for index, token_ids in raw.resume),
+        max_kv_share=tenant.max_kv_share,
     )
 
 

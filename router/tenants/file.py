@@ -44,6 +44,7 @@ class _Tenant(BaseModel):
     max_requests_in_flight: int = Field(0, ge=0)
     tokens_per_minute: int = Field(0, ge=0)
     max_queue_share: float = Field(1.0, gt=0, le=1, strict=False)
+    max_kv_share: float = Field(1.0, gt=0, le=1, strict=False)
 
 
 class _File(BaseModel):
@@ -97,6 +98,7 @@ def _tenant_of(entry: _Tenant) -> Tenant:
         max_requests_in_flight=entry.max_requests_in_flight,
         tokens_per_minute=entry.tokens_per_minute,
         max_queue_share=entry.max_queue_share,
+        max_kv_share=entry.max_kv_share,
     )
 
 

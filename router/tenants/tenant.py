@@ -17,6 +17,7 @@ class Tenant:
         max_requests_in_flight: calls at a time.
         tokens_per_minute: prompt and generated, on average; as many may be used at once.
         max_queue_share: of the places in the queue, (0, 1].
+        max_kv_share: of the KV blocks of each engine, for what runs, (0, 1].
     """
 
     name: str = ""
@@ -26,6 +27,7 @@ class Tenant:
     max_requests_in_flight: int = 0
     tokens_per_minute: int = 0
     max_queue_share: float = 1.0
+    max_kv_share: float = 1.0
 
     @property
     def cache_tenant(self) -> str | None:
