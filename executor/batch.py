@@ -40,6 +40,14 @@ class ScoredTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class CandidateRows:
+    """Sampling rows that answer with their best tokens instead of one."""
+
+    rows: Ints  # [num_rows], ascending
+    counts: Ints  # [num_rows]
+
+
+@dataclass(frozen=True, slots=True)
 class PromptScores(ScoredTokens):
     """Tokens of histories: each is scored by the logits of the token before it."""
 
@@ -60,6 +68,7 @@ class Batch:
     adjustments: Adjustments | None  # None: no sampling row has rules
     sample_scores: ScoredTokens | None  # rows: sampling rows; None: no row asks
     prompt_scores: PromptScores | None  # rows: batch rows; None: no row asks
+    candidates: CandidateRows | None = None  # None: every row samples
 
     @property
     def num_tokens(self) -> int:
@@ -103,6 +112,7 @@ def pack_batch(table: SlotTable, slots: Ints, starts: Ints, counts: Ints, block_
         adjustments=_pack_rules(table, sampled),
         sample_scores=_pack_sample_scores(table, sampled),
         prompt_scores=_pack_prompt_scores(table, slots, starts, counts),
+        candidates=_pack_candidates(table, sampled),
     )
 
 
@@ -149,6 +159,12 @@ def _pack_sample_scores(table: SlotTable, slots: Ints) -> ScoredTokens | None:
     num_top = table.rows["num_top"][slots]
     rows = np.flatnonzero(num_top >= 0)
     return ScoredTokens(rows, num_top[rows]) if rows.size else None
+
+
+def _pack_candidates(table: SlotTable, slots: Ints) -> CandidateRows | None:
+    counts = table.rows["num_candidates"][slots]
+    rows = np.flatnonzero(counts)
+    return CandidateRows(rows, counts[rows]) if rows.size else None
 
 
 def _pack_prompt_scores(table: SlotTable, slots: Ints, starts: Ints, counts: Ints) -> PromptScores | None:

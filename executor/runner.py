@@ -15,6 +15,7 @@ from executor.arena import Arena
 from executor.attention import AttentionBackend
 from executor.batch import Batch
 from executor.logits.adjust import adjust
+from executor.logits.candidates import find_candidates, normalize, scored_tokens
 from executor.logits.score import token_logprobs
 from executor.model.served import ServedModel
 from executor.sampler import sample
@@ -87,6 +88,9 @@ def _sample(logits: Tensor, batch: Batch) -> StepOutput:
         logits[~finite] = 0  # keeps the arithmetic below defined; the row's token is dropped
     scores = batch.sample_scores
     unchanged = logits[torch.from_numpy(scores.rows)] if scores is not None else None  # a copy
+    beams = torch.from_numpy(batch.candidates.rows) if batch.candidates is not None else None
+    if beams is not None:
+        normalize(logits, beams)
     if batch.adjustments is not None:
         adjust(logits, batch.adjustments)
         if batch.adjustments.can_leave_nothing:
@@ -94,10 +98,10 @@ def _sample(logits: Tensor, batch: Batch) -> StepOutput:
             finite &= alive
             logits[~alive] = 0
     token_ids = sample(logits, batch.sampling).numpy()
-    logprobs = None
-    if scores is not None and unchanged is not None:
-        logprobs = token_logprobs(unchanged, scores.rows, token_ids[scores.rows], scores.num_top)
-    return StepOutput(token_ids, finite.numpy(), 0, sampled_logprobs=logprobs)
+    wanted = batch.candidates
+    candidates = find_candidates(logits[beams], wanted) if wanted is not None and beams is not None else None
+    logprobs = scored_tokens(token_ids, unchanged, batch, candidates) if unchanged is not None else None
+    return StepOutput(token_ids, finite.numpy(), 0, sampled_logprobs=logprobs, candidates=candidates)
 
 
 def _step_error(error: Exception) -> StepError:

@@ -10,6 +10,7 @@ from executor.model.description import ModelDescription
 from executor.sessions import Opening
 from executor.step import (
     BlockTable,
+    Candidates,
     Ints,
     RowSampling,
     RowStart,
@@ -67,6 +68,8 @@ def step_of(message: pb.Step) -> Step:
         slots=_ints(message.slots),
         start_positions=_ints(message.start_positions),
         num_tokens=_ints(message.num_tokens),
+        appended_slots=_ints(message.appended_slots),
+        appended_token_ids=_ints(message.appended_token_ids),
     )
 
 
@@ -155,6 +158,7 @@ def _sampling_of(message: pb.RowSampling) -> RowSampling:
         prompt_logprobs_from=message.prompt_logprobs_from,
         prompt_logprobs_until=message.prompt_logprobs_until,
         grammar=message.grammar,
+        num_candidates=message.num_candidates,
     )
 
 
@@ -173,6 +177,7 @@ def _result_message(result: StepResult) -> pb.StepResult:
         began_unix_microseconds=result.began_unix_microseconds,
         sampled_logprobs=_logprobs_message(result.sampled_logprobs),
         prompt_logprobs=_logprobs_message(result.prompt_logprobs),
+        candidates=_candidates_message(result.candidates),
     )
 
 
@@ -187,6 +192,17 @@ def _logprobs_message(found: TokenLogprobs | None) -> pb.Logprobs | None:
         num_top=found.num_top.tolist(),
         top_token_ids=found.top_token_ids.tolist(),
         top_logprobs=found.top_logprobs.tolist(),
+    )
+
+
+def _candidates_message(found: Candidates | None) -> pb.Candidates | None:
+    if found is None or not len(found.rows):
+        return None
+    return pb.Candidates(
+        rows=found.rows.tolist(),
+        counts=found.counts.tolist(),
+        token_ids=found.token_ids.tolist(),
+        scores=found.scores.tolist(),
     )
 
 

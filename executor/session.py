@@ -20,6 +20,7 @@ from executor.step import (
     CONSTRAINT_FAILED,
     LOGITS_NOT_FINITE,
     Bools,
+    Candidates,
     Ints,
     RowFailure,
     Step,
@@ -106,7 +107,8 @@ class Session:
             raise
         self._table.advance(slots, counts)
         sampled = slots[sampling]
-        first = output.finite & (np.diff(sampling, prepend=-1) > 0)  # the row itself goes on with its first draw
+        draws = self._table.rows["num_candidates"][sampled] == 0
+        first = output.finite & draws & (np.diff(sampling, prepend=-1) > 0)  # the row goes on with its first draw
         self._table.append(sampled[first], output.token_ids[first])
         self._table.fail(sampled[~output.finite])
         return self._result(step, np.flatnonzero(live), sampling, output)
@@ -130,18 +132,20 @@ class Session:
     def _result(self, step: Step, rows: Ints, draws: Ints, output: StepOutput) -> StepResult:
         """rows: [num_live] -> row of the step; draws: [num_sampling] -> live row."""
         sampling = rows[draws]  # [num_sampling] -> row of the step
-        num_sampled = np.bincount(sampling[output.finite], minlength=len(step.slots))
+        drawn = output.finite & (self._table.rows["num_candidates"][step.slots[sampling]] == 0)
+        num_sampled = np.bincount(sampling[drawn], minlength=len(step.slots))
         failed = np.flatnonzero(self._table.rows["failed"][step.slots])
         failures = tuple(self._failure(row, int(step.slots[row])) for row in failed.tolist())
         return StepResult(
             step.step_id,
             num_sampled,
-            output.token_ids[output.finite],
+            output.token_ids[drawn],
             failures,
             output.execute_microseconds,
             output.began_unix_microseconds,
             sampled_logprobs=_logprobs(output.sampled_logprobs, sampling, output.finite),
             prompt_logprobs=_logprobs(output.prompt_logprobs, rows, np.ones(len(rows), dtype=np.bool_)),
+            candidates=_candidates(output.candidates, sampling, output.finite),
         )
 
     def _failure(self, row: int, slot: int) -> RowFailure:
@@ -149,6 +153,11 @@ class Session:
         if rules is not None and rules.constraint is not None and rules.constraint.error:
             return RowFailure(row, CONSTRAINT_FAILED, f"slot {slot}: {rules.constraint.error}")
         return RowFailure(row, LOGITS_NOT_FINITE, f"slot {slot}: its logits hold NaN or infinity")
+
+
+def _candidates(found: Candidates | None, rows: Ints, good: Bools) -> Candidates | None:
+    """As `_logprobs`."""
+    return found.kept(good[found.rows], rows) if found is not None else None
 
 
 def _logprobs(found: TokenLogprobs | None, rows: Ints, good: Bools) -> TokenLogprobs | None:

@@ -29,6 +29,7 @@ ROW = np.dtype([
     ("seed", np.uint64),
     ("choice_index", np.int64),
     ("num_samples", np.int64),      # tokens drawn when the row samples next
+    ("num_candidates", np.int64),   # above 0: it answers with as many tokens, and samples none
     ("num_top", np.int64),          # alternatives of sampled tokens; -1: no log-probabilities
     ("num_prompt_top", np.int64),   # alternatives of prompt tokens
     ("score_from", np.int64),       # tokens of the history in [from, until) are scored
@@ -42,7 +43,10 @@ _INITIAL_BLOCKS = 16
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state before a step: all small columns, and the wide ones of the slots that the step took over."""
+    """The state before a step: all small columns, and the wide ones of the slots that the step took over.
+
+    A token that is appended lies behind the length that its row had, and so needs no keeping.
+    """
 
     rows: npt.NDArray[np.void]  # [max_rows] ROW
     rules: dict[int, RowRules]
@@ -79,13 +83,18 @@ class SlotTable:
         return int(self.rows["occupied"].sum())
 
     def apply(self, step: Step) -> Snapshot:
-        """Retire, start and extend rows. Returns what `restore` needs to take it back."""
+        """Retire and start rows, append to and extend others. Returns what `restore` needs to take it back."""
         before = self._snapshot(np.array([row.slot for row in step.started_rows], dtype=np.int64))
         self.rows["occupied"][step.retired_slots] = False
         for slot in step.retired_slots.tolist():
             self.rules.pop(slot, None)
         for row in step.started_rows:
             self._start(row)
+        if step.appended_slots.size:
+            for slot in step.appended_slots.tolist():
+                if slot in self.rules:
+                    self.rules[slot] = self.rules[slot].copy()  # those of before may come back
+            self.append(step.appended_slots, step.appended_token_ids)
         for extension in step.extensions:
             self._extend(extension)
         return before
@@ -102,7 +111,7 @@ class SlotTable:
         self.rows["computed"][slots] += num_tokens
 
     def append(self, slots: Ints, token_ids: Ints) -> None:
-        """Append one sampled token to each of some distinct rows, which draw one at a time from now on."""
+        """Append one token to each of some distinct rows, which draw one at a time from now on."""
         lengths = self.rows["length"][slots]
         if lengths.size:
             self._reserve_tokens(int(lengths.max()) + 1)
@@ -135,6 +144,7 @@ class SlotTable:
         row["top_p"], row["min_p"] = sampling.top_p, sampling.min_p
         row["seed"], row["choice_index"] = sampling.seed, sampling.choice_index
         row["num_samples"] = max(1, sampling.num_samples)
+        row["num_candidates"] = sampling.num_candidates
         row["num_top"] = sampling.num_top_logprobs if sampling.logprobs else -1
         row["num_prompt_top"] = sampling.num_top_logprobs
         row["score_from"], row["score_until"] = sampling.prompt_logprobs_from, sampling.prompt_logprobs_until

@@ -53,6 +53,7 @@ class RowSampling:
     prompt_logprobs_from: int = 0  # tokens of the history in [from, until) are scored as they are computed
     prompt_logprobs_until: int = 0
     grammar: str = ""  # what generated tokens must match
+    num_candidates: int = 0  # above 0: the row answers with as many of the best tokens, and samples none
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class TableExtension:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a session. Applied in this order: acknowledge, retire, start, extend, copy, run."""
+    """One step of a session. Applied in this order: acknowledge, retire, start, append, extend, copy, run."""
 
     step_id: StepId
     acknowledged_step: StepId = StepId(0)
@@ -99,6 +100,8 @@ class Step:
     slots: Ints = field(default_factory=lambda: NO_INTS)  # [num_rows], batch row -> slot
     start_positions: Ints = field(default_factory=lambda: NO_INTS)  # [num_rows], equal to the computed length
     num_tokens: Ints = field(default_factory=lambda: NO_INTS)  # [num_rows], a decode is 1
+    appended_slots: Ints = field(default_factory=lambda: NO_INTS)  # [num_appended], distinct
+    appended_token_ids: Ints = field(default_factory=lambda: NO_INTS)  # [num_appended]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +140,21 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Candidates:
+    """The best next tokens of some rows: log-probabilities by the model, then changed by the rows' rules."""
+
+    rows: Ints  # [num_rows], ascending
+    counts: Ints  # [num_rows]
+    token_ids: Ints  # [sum(counts)], the best first, of equal ones the lower id
+    scores: Floats  # [sum(counts)], none is -inf
+
+    def kept(self, keep: Bools, rows: Ints) -> "Candidates":
+        """Those of `keep` [num_rows], with `rows[row]` for each row."""
+        flat = np.repeat(keep, self.counts)
+        return Candidates(rows[self.rows[keep]], self.counts[keep], self.token_ids[flat], self.scores[flat])
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What a step sampled. Log-probabilities are None where no row asks; their rows are running rows of the step."""
 
@@ -148,6 +166,7 @@ class StepResult:
     began_unix_microseconds: int = 0
     sampled_logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
+    candidates: Candidates | None = None  # None where no row asks
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +198,7 @@ class StepOutput:
     began_unix_microseconds: int = 0
     sampled_logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
+    candidates: Candidates | None = None  # rows: sampling rows; their token ids are not meant
 
 
 StepOutcome = StepResult | StepFailed | StepGap

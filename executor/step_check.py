@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from executor.sampling_check import check_sampling
 from executor.slots import SlotTable, ranges
-from executor.step import Ints, RowStart, Step, TableExtension, invalid_step
+from executor.step import Ints, RowSampling, RowStart, Step, TableExtension, invalid_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,7 @@ def check_step(step: Step, table: SlotTable, limits: StepLimits) -> None:
     _check_retired(step.retired_slots, rows)
     for start in step.started_rows:
         _check_start(start, rows, limits)
+    _check_appended(step, rows, table, limits)
     for extension in step.extensions:
         _check_extension(extension, rows, table, limits)
     _check_copies(step, limits)
@@ -101,6 +102,7 @@ def _check_start(start: RowStart, rows: _Rows, limits: StepLimits) -> None:
         raise invalid_step(f"{where}.tables: expected one table, of kv_group 0")
     block_ids = start.tables[0].block_ids
     _check_block_ids(f"{where}.tables", block_ids, limits)
+    _check_candidates(where, start.sampling, limits)
     if len(np.unique(block_ids)) != len(block_ids):
         raise invalid_step(f"{where}.tables: a block appears twice")
     if start.num_computed_tokens > len(block_ids) * limits.block_size:
@@ -117,6 +119,32 @@ def _check_start(start: RowStart, rows: _Rows, limits: StepLimits) -> None:
     rows.length[start.slot], rows.computed[start.slot] = len(start.token_ids), start.num_computed_tokens
     rows.num_blocks[start.slot] = len(block_ids)
     rows.started[start.slot] = start
+
+
+def _check_candidates(where: str, sampling: RowSampling, limits: StepLimits) -> None:
+    if sampling.num_candidates > limits.vocabulary_size:
+        most = limits.vocabulary_size
+        raise invalid_step(f"{where}.sampling.num_candidates: {sampling.num_candidates}; at most {most}, all ids")
+    if sampling.num_candidates and (sampling.grammar or sampling.num_samples > 1):
+        raise invalid_step(f"{where}.sampling.num_candidates: does not go with a grammar, nor with num_samples above 1")
+
+
+def _check_appended(step: Step, rows: _Rows, table: SlotTable, limits: StepLimits) -> None:
+    slots, token_ids = step.appended_slots, step.appended_token_ids
+    if len(slots) != len(token_ids):
+        raise invalid_step(f"appended_slots: {len(slots)} slots, {len(token_ids)} ids in appended_token_ids")
+    if not slots.size:
+        return
+    _check_slots("appended_slots", slots, rows)
+    if token_ids.max() >= limits.vocabulary_size:
+        raise invalid_step(f"appended_token_ids: {token_ids.max()} is not below {limits.vocabulary_size}")
+    is_new = np.isin(slots, list(rows.started))
+    takes = rows.occupied[slots] & ~is_new & (table.rows["num_candidates"][slots] > 0)
+    _reject("appended_slots", slots, ~takes, "holds no row of candidates from a step before")
+    _reject("appended_slots", slots, rows.computed[slots] != rows.length[slots], "is not computed whole")
+    full = rows.length[slots] > limits.max_context_tokens
+    _reject("appended_slots", slots, full, f"has {limits.max_context_tokens} tokens and one more, the context")
+    rows.length[slots] += 1
 
 
 def _check_history(where: str, start: RowStart, limits: StepLimits) -> None:

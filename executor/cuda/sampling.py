@@ -12,7 +12,7 @@ from torch import Tensor
 from executor.batch import Batch
 from executor.cuda.transfer import Download, Upload
 from executor.logits.adjust import Adjustments, adjust
-from executor.logits.score import token_logprobs
+from executor.logits.candidates import find_candidates, normalize, scored_tokens
 from executor.sampler import SamplingBatch
 from executor.step import StepOutput
 from kernels.sampling import sample
@@ -21,20 +21,27 @@ from kernels.sampling import sample
 class PendingSamples:
     """Token ids that are being computed and copied."""
 
-    def __init__(self, token_ids: Tensor, finite: Tensor, unchanged: Tensor | None, batch: Batch) -> None:
-        """unchanged: [num_scored, vocabulary_size], the logits of rows that ask for log-probabilities."""
-        wanted = [token_ids, finite] if unchanged is None else [token_ids, finite, unchanged]
-        self._download = Download(wanted)
+    def __init__(
+        self, token_ids: Tensor, finite: Tensor, unchanged: Tensor | None, scores: Tensor | None, batch: Batch
+    ) -> None:
+        """Take what is to be copied.
+
+        Args:
+            unchanged: [num_scored, vocabulary_size], the logits of rows that ask for log-probabilities.
+            scores: [num_rows, vocabulary_size], of the rows that answer with candidates.
+        """
+        self._download = Download([each for each in (token_ids, finite, unchanged, scores) if each is not None])
         self._batch = batch
 
     def wait(self) -> StepOutput:
         """The samples, once they are there."""
-        token_ids, finite, *unchanged = self._download.wait()
+        token_ids, finite, *rest = self._download.wait()
         output = StepOutput(token_ids.numpy(), finite.numpy(), 0)
-        scores = self._batch.sample_scores
-        if scores is None or not unchanged:
+        if (wanted := self._batch.candidates) is not None:
+            output = replace(output, candidates=find_candidates(rest.pop(), wanted))
+        if self._batch.sample_scores is None:
             return output
-        logprobs = token_logprobs(unchanged[0], scores.rows, output.token_ids[scores.rows], scores.num_top)
+        logprobs = scored_tokens(output.token_ids, rest.pop(), self._batch, output.candidates)
         return replace(output, sampled_logprobs=logprobs)
 
 
@@ -45,6 +52,9 @@ def start_sampling(logits: Tensor, batch: Batch, upload: Upload) -> PendingSampl
     logits.masked_fill_(~finite[:, None], 0)  # keeps the arithmetic below defined; the row's token is dropped
     scores = batch.sample_scores
     unchanged = logits[upload(torch.from_numpy(scores.rows))] if scores is not None else None  # a copy
+    beams = upload(torch.from_numpy(batch.candidates.rows)) if batch.candidates is not None else None
+    if beams is not None:
+        normalize(logits, beams)
     if batch.adjustments is not None:
         adjust(logits, _uploaded(batch.adjustments, upload))
         if batch.adjustments.can_leave_nothing:
@@ -53,7 +63,7 @@ def start_sampling(logits: Tensor, batch: Batch, upload: Upload) -> PendingSampl
             logits.masked_fill_(~alive[:, None], 0)
     token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     sample(token_ids, logits, **_parameters(batch.sampling, upload))
-    return PendingSamples(token_ids, finite, unchanged, batch)
+    return PendingSamples(token_ids, finite, unchanged, logits[beams] if beams is not None else None, batch)
 
 
 def _parameters(batch: SamplingBatch, upload: Upload) -> dict[str, Tensor]:

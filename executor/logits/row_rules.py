@@ -4,6 +4,7 @@ Kept up token by token, so that a step costs what the row's rules are worth and 
 have none of it, and no object here. Not here: tensors (`adjust`).
 """
 
+import copy
 from collections import deque
 
 import numpy as np
@@ -31,6 +32,13 @@ class TokenCounts:
     def counts(self) -> Ints:
         """[num_seen], 0 for ids of the prompt alone."""
         return self._counts[: self._size]
+
+    def copy(self) -> "TokenCounts":
+        """One that goes its own way."""
+        other = TokenCounts.__new__(TokenCounts)
+        other._size, other._index = self._size, dict(self._index)
+        other._ids, other._counts = self._ids.copy(), self._counts.copy()
+        return other
 
     def add(self, token_id: int) -> None:
         """It was generated once more."""
@@ -62,6 +70,14 @@ class RowRules:
         self._banned = [each.tolist() for each in np.split(sampling.banned_token_ids, ends) if len(each)]
         longest = max(map(len, self._banned), default=0)
         self._tail = deque(generated.tolist()[-longest:] if longest else (), maxlen=max(0, longest - 1))
+
+    def copy(self) -> "RowRules":
+        """Rules that go their own way. Not of a row with a constraint, whose state stays one."""
+        assert self.constraint is None, "rows that are appended to follow no grammar"
+        other = copy.copy(self)
+        other.counts = self.counts.copy() if self.counts is not None else None
+        other._tail = self._tail.copy()
+        return other
 
     def append(self, token_id: int) -> None:
         """The row generated a token."""

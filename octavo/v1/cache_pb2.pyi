@@ -413,12 +413,14 @@ class CommitBlocksResponse(_message.Message):
     def __init__(self, statuses: _Optional[_Iterable[_Union[_status_pb2.Status, _Mapping]]] = ...) -> None: ...
 
 class ForkSequencesRequest(_message.Message):
-    __slots__ = ("header", "forks")
+    __slots__ = ("header", "forks", "releases")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     FORKS_FIELD_NUMBER: _ClassVar[int]
+    RELEASES_FIELD_NUMBER: _ClassVar[int]
     header: LeaseHeader
     forks: _containers.RepeatedCompositeFieldContainer[SequenceFork]
-    def __init__(self, header: _Optional[_Union[LeaseHeader, _Mapping]] = ..., forks: _Optional[_Iterable[_Union[SequenceFork, _Mapping]]] = ...) -> None: ...
+    releases: _containers.RepeatedCompositeFieldContainer[SequenceRelease]
+    def __init__(self, header: _Optional[_Union[LeaseHeader, _Mapping]] = ..., forks: _Optional[_Iterable[_Union[SequenceFork, _Mapping]]] = ..., releases: _Optional[_Iterable[_Union[SequenceRelease, _Mapping]]] = ...) -> None: ...
 
 class SequenceFork(_message.Message):
     __slots__ = ("parent_sequence_id", "child_sequence_ids", "commit")
@@ -431,10 +433,12 @@ class SequenceFork(_message.Message):
     def __init__(self, parent_sequence_id: _Optional[int] = ..., child_sequence_ids: _Optional[_Iterable[int]] = ..., commit: _Optional[_Union[SequenceCommit, _Mapping]] = ...) -> None: ...
 
 class ForkSequencesResponse(_message.Message):
-    __slots__ = ("forks",)
+    __slots__ = ("forks", "release_statuses")
     FORKS_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_STATUSES_FIELD_NUMBER: _ClassVar[int]
     forks: _containers.RepeatedCompositeFieldContainer[ForkedSequence]
-    def __init__(self, forks: _Optional[_Iterable[_Union[ForkedSequence, _Mapping]]] = ...) -> None: ...
+    release_statuses: _containers.RepeatedCompositeFieldContainer[_status_pb2.Status]
+    def __init__(self, forks: _Optional[_Iterable[_Union[ForkedSequence, _Mapping]]] = ..., release_statuses: _Optional[_Iterable[_Union[_status_pb2.Status, _Mapping]]] = ...) -> None: ...
 
 class ForkedSequence(_message.Message):
     __slots__ = ("status", "child_tables", "copy_sources", "copy_targets")

@@ -128,7 +128,7 @@ class Draining(_message.Message):
     def __init__(self) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("step_id", "acknowledged_step", "retired_slots", "started_rows", "extensions", "copy_sources", "copy_targets", "slots", "start_positions", "num_tokens")
+    __slots__ = ("step_id", "acknowledged_step", "retired_slots", "started_rows", "extensions", "copy_sources", "copy_targets", "slots", "start_positions", "num_tokens", "appended_slots", "appended_token_ids")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     ACKNOWLEDGED_STEP_FIELD_NUMBER: _ClassVar[int]
     RETIRED_SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -139,6 +139,8 @@ class Step(_message.Message):
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     START_POSITIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    APPENDED_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    APPENDED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     acknowledged_step: int
     retired_slots: _containers.RepeatedScalarFieldContainer[int]
@@ -149,7 +151,9 @@ class Step(_message.Message):
     slots: _containers.RepeatedScalarFieldContainer[int]
     start_positions: _containers.RepeatedScalarFieldContainer[int]
     num_tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, step_id: _Optional[int] = ..., acknowledged_step: _Optional[int] = ..., retired_slots: _Optional[_Iterable[int]] = ..., started_rows: _Optional[_Iterable[_Union[RowStart, _Mapping]]] = ..., extensions: _Optional[_Iterable[_Union[TableExtension, _Mapping]]] = ..., copy_sources: _Optional[_Iterable[int]] = ..., copy_targets: _Optional[_Iterable[int]] = ..., slots: _Optional[_Iterable[int]] = ..., start_positions: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    appended_slots: _containers.RepeatedScalarFieldContainer[int]
+    appended_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, step_id: _Optional[int] = ..., acknowledged_step: _Optional[int] = ..., retired_slots: _Optional[_Iterable[int]] = ..., started_rows: _Optional[_Iterable[_Union[RowStart, _Mapping]]] = ..., extensions: _Optional[_Iterable[_Union[TableExtension, _Mapping]]] = ..., copy_sources: _Optional[_Iterable[int]] = ..., copy_targets: _Optional[_Iterable[int]] = ..., slots: _Optional[_Iterable[int]] = ..., start_positions: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., appended_slots: _Optional[_Iterable[int]] = ..., appended_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RowStart(_message.Message):
     __slots__ = ("slot", "incarnation", "token_ids", "num_computed_tokens", "tables", "sampling", "request")
@@ -170,7 +174,7 @@ class RowStart(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., incarnation: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_computed_tokens: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[_cache_pb2.BlockTable, _Mapping]]] = ..., sampling: _Optional[_Union[RowSampling, _Mapping]] = ..., request: _Optional[_Union[_cache_pb2.RequestTag, _Mapping]] = ...) -> None: ...
 
 class RowSampling(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "choice_index", "suppressed_token_ids", "suppress_until", "num_samples", "num_prompt_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "bias_token_ids", "biases", "allowed_token_ids", "banned_lengths", "banned_token_ids", "logprobs", "num_top_logprobs", "prompt_logprobs_from", "prompt_logprobs_until", "grammar")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "choice_index", "suppressed_token_ids", "suppress_until", "num_samples", "num_prompt_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "bias_token_ids", "biases", "allowed_token_ids", "banned_lengths", "banned_token_ids", "logprobs", "num_top_logprobs", "prompt_logprobs_from", "prompt_logprobs_until", "grammar", "num_candidates")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
@@ -194,6 +198,7 @@ class RowSampling(_message.Message):
     PROMPT_LOGPROBS_FROM_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_UNTIL_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    NUM_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
@@ -217,7 +222,8 @@ class RowSampling(_message.Message):
     prompt_logprobs_from: int
     prompt_logprobs_until: int
     grammar: str
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., choice_index: _Optional[int] = ..., suppressed_token_ids: _Optional[_Iterable[int]] = ..., suppress_until: _Optional[int] = ..., num_samples: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., bias_token_ids: _Optional[_Iterable[int]] = ..., biases: _Optional[_Iterable[float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., banned_lengths: _Optional[_Iterable[int]] = ..., banned_token_ids: _Optional[_Iterable[int]] = ..., logprobs: bool = ..., num_top_logprobs: _Optional[int] = ..., prompt_logprobs_from: _Optional[int] = ..., prompt_logprobs_until: _Optional[int] = ..., grammar: _Optional[str] = ...) -> None: ...
+    num_candidates: int
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., choice_index: _Optional[int] = ..., suppressed_token_ids: _Optional[_Iterable[int]] = ..., suppress_until: _Optional[int] = ..., num_samples: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., bias_token_ids: _Optional[_Iterable[int]] = ..., biases: _Optional[_Iterable[float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., banned_lengths: _Optional[_Iterable[int]] = ..., banned_token_ids: _Optional[_Iterable[int]] = ..., logprobs: bool = ..., num_top_logprobs: _Optional[int] = ..., prompt_logprobs_from: _Optional[int] = ..., prompt_logprobs_until: _Optional[int] = ..., grammar: _Optional[str] = ..., num_candidates: _Optional[int] = ...) -> None: ...
 
 class TableExtension(_message.Message):
     __slots__ = ("kv_group", "slots", "counts", "block_ids")
@@ -232,7 +238,7 @@ class TableExtension(_message.Message):
     def __init__(self, kv_group: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("step_id", "num_sampled", "token_ids", "failures", "execute_microseconds", "began_unix_microseconds", "sampled_logprobs", "prompt_logprobs")
+    __slots__ = ("step_id", "num_sampled", "token_ids", "failures", "execute_microseconds", "began_unix_microseconds", "sampled_logprobs", "prompt_logprobs", "candidates")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_SAMPLED_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -241,6 +247,7 @@ class StepResult(_message.Message):
     BEGAN_UNIX_MICROSECONDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLED_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     num_sampled: _containers.RepeatedScalarFieldContainer[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -249,7 +256,20 @@ class StepResult(_message.Message):
     began_unix_microseconds: int
     sampled_logprobs: Logprobs
     prompt_logprobs: Logprobs
-    def __init__(self, step_id: _Optional[int] = ..., num_sampled: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., failures: _Optional[_Iterable[_Union[RowFailure, _Mapping]]] = ..., execute_microseconds: _Optional[int] = ..., began_unix_microseconds: _Optional[int] = ..., sampled_logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[Logprobs, _Mapping]] = ...) -> None: ...
+    candidates: Candidates
+    def __init__(self, step_id: _Optional[int] = ..., num_sampled: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., failures: _Optional[_Iterable[_Union[RowFailure, _Mapping]]] = ..., execute_microseconds: _Optional[int] = ..., began_unix_microseconds: _Optional[int] = ..., sampled_logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., candidates: _Optional[_Union[Candidates, _Mapping]] = ...) -> None: ...
+
+class Candidates(_message.Message):
+    __slots__ = ("rows", "counts", "token_ids", "scores")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    scores: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, rows: _Optional[_Iterable[int]] = ..., counts: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., scores: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Logprobs(_message.Message):
     __slots__ = ("rows", "token_ids", "logprobs", "ranks", "num_top", "top_token_ids", "top_logprobs")
