@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import grpc
+from google.rpc import status_pb2
 
 from cache_service.config import CacheServiceConfig
 from cache_service.geometry import KvGeometry
@@ -262,9 +263,10 @@ class BlockManagerServicer(cache_pb2_grpc.BlockManagerServiceServicer):
     ) -> cache_pb2.ForkSequencesResponse:
         def apply(lease: Lease) -> cache_pb2.ForkSequencesResponse:
             items = [fork_of(message, f"forks[{i}]") for i, message in enumerate(request.forks)]
+            statuses = self._release_all(lease, request.releases)
             answers = self._service.operations.fork(lease, items, self._now())
             forks = [forked_message(answer, f"forks[{i}]") for i, answer in enumerate(answers)]
-            return cache_pb2.ForkSequencesResponse(forks=forks)
+            return cache_pb2.ForkSequencesResponse(forks=forks, release_statuses=statuses)
 
         return self._in_order(request, apply)
 
@@ -272,12 +274,14 @@ class BlockManagerServicer(cache_pb2_grpc.BlockManagerServiceServicer):
         self, request: cache_pb2.ReleaseSequencesRequest, context: grpc.aio.ServicerContext
     ) -> cache_pb2.ReleaseSequencesResponse:
         def apply(lease: Lease) -> cache_pb2.ReleaseSequencesResponse:
-            items = [release_of(message, f"releases[{i}]") for i, message in enumerate(request.releases)]
-            answers = self._service.operations.release(lease, items, self._now())
-            statuses = [item_status(answer, f"releases[{i}]") for i, answer in enumerate(answers)]
-            return cache_pb2.ReleaseSequencesResponse(statuses=statuses)
+            return cache_pb2.ReleaseSequencesResponse(statuses=self._release_all(lease, request.releases))
 
         return self._in_order(request, apply)
+
+    def _release_all(self, lease: Lease, messages: Any) -> list[status_pb2.Status]:
+        items = [release_of(message, f"releases[{i}]") for i, message in enumerate(messages)]
+        answers = self._service.operations.release(lease, items, self._now())
+        return [item_status(answer, f"releases[{i}]") for i, answer in enumerate(answers)]
 
     async def Reconcile(
         self, request: cache_pb2.ReconcileRequest, context: grpc.aio.ServicerContext

@@ -51,11 +51,16 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Children share the tokens of the parent that `commit` says are computed."""
+    """Children share the tokens of the parent that `commit` says are computed.
+
+    Attributes:
+        first: releases that go before it in the same message, so that the children can have their blocks.
+    """
 
     parent_id: SequenceId
     child_ids: tuple[SequenceId, ...]
     commit: Commit
+    first: "tuple[Release, ...]" = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,24 +163,29 @@ class Outbox:
     def fork(self, fork: Fork) -> None:
         """Takes the commit that waits for the parent along; what the parent computes later goes behind it."""
         waiting = self._commits.pop(fork.parent_id, None)
-        if waiting is not None:
-            fork = Fork(fork.parent_id, fork.child_ids, _joined(waiting, fork.commit))
-        self._forks[fork.parent_id] = fork
+        commit = _joined(waiting, fork.commit) if waiting is not None else fork.commit
+        first = tuple(self._whole(release) for release in fork.first)
+        self._forks[fork.parent_id] = Fork(fork.parent_id, fork.child_ids, commit, first)
+        for release in first:
+            self.fence(dict(release.free_after))
         self.on_filled()
 
     def release(self, release: Release) -> None:
         """Takes the place of all that waits for the sequence; an allocation not yet sent is simply dropped."""
-        sequence_id = release.sequence_id
-        self._extensions.pop(sequence_id, None)
-        waiting = self._commits.pop(sequence_id, None)
-        if self._allocations.pop(sequence_id, None) is not None:
+        if self._allocations.pop(release.sequence_id, None) is not None:
             return
-        if waiting is not None:
-            commit = _joined(waiting, release.commit) if release.commit else waiting
-            release = Release(sequence_id, commit, release.free_after)
-        self._releases[sequence_id] = release
+        self._releases[release.sequence_id] = self._whole(release)
         self.fence(dict(release.free_after))
         self.on_filled()
+
+    def _whole(self, release: Release) -> Release:
+        """With the commit that waits for its sequence; nothing else of the sequence waits any more."""
+        self._extensions.pop(release.sequence_id, None)
+        waiting = self._commits.pop(release.sequence_id, None)
+        if waiting is None:
+            return release
+        commit = _joined(waiting, release.commit) if release.commit else waiting
+        return Release(release.sequence_id, commit, release.free_after)
 
     def acknowledge(self, session: SessionKey, step_id: StepId) -> None:
         """A result arrived. Heard at once only where fences wait for it; else it travels with the next message."""

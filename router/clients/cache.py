@@ -231,7 +231,8 @@ class LeaseMutations:
         _log_refusals("commit", batch, response.statuses)
 
     async def _fork(self, header: cache_pb2.LeaseHeader, batch: list[Fork]) -> None:
-        request = cache_pb2.ForkSequencesRequest(header=header)
+        releases = [release for fork in batch for release in fork.first]
+        request = cache_pb2.ForkSequencesRequest(header=header, releases=map(_release_message, releases))
         for fork in batch:
             request.forks.add(
                 parent_sequence_id=fork.parent_id,
@@ -239,19 +240,14 @@ class LeaseMutations:
                 commit=commit_message(fork.commit),
             )
         response = await self._until_answered(self._stub.ForkSequences, request)
+        _log_refusals("release", releases, response.release_statuses)
         for fork, forked in zip(batch, response.forks, strict=True):
             tables = tuple(tuple(map(BlockId, table.block_ids)) for table in forked.child_tables)
             copies = zip(map(BlockId, forked.copy_sources), map(BlockId, forked.copy_targets), strict=True)
             self._replies.on_forked(fork, Forked(tables, tuple(copies), _item_error(forked.status)))
 
     async def _release(self, header: cache_pb2.LeaseHeader, batch: list[Release]) -> None:
-        request = cache_pb2.ReleaseSequencesRequest(header=header)
-        for release in batch:
-            request.releases.add(
-                sequence_id=release.sequence_id,
-                commit=commit_message(release.commit) if release.commit else None,
-                free_after=session_steps(dict(release.free_after)),
-            )
+        request = cache_pb2.ReleaseSequencesRequest(header=header, releases=map(_release_message, batch))
         response = await self._until_answered(self._stub.ReleaseSequences, request)
         _log_refusals("release", batch, response.statuses)
 
@@ -359,6 +355,14 @@ async def _call(method: Any, request: Any) -> Any:
 def _given_up(patience_s: float, last: OctavoError) -> OctavoError:
     message = f"the cache service has not answered for {patience_s:g} s: {last.message}"
     return OctavoError(Code.UNAVAILABLE, "CACHE_SERVICE_LOST", message, retry_after_s=1.0)
+
+
+def _release_message(release: Release) -> cache_pb2.SequenceRelease:
+    return cache_pb2.SequenceRelease(
+        sequence_id=release.sequence_id,
+        commit=commit_message(release.commit) if release.commit else None,
+        free_after=session_steps(dict(release.free_after)),
+    )
 
 
 def _log_refusals(what: str, batch: Sequence[Commit | Release], statuses: Any) -> None:
