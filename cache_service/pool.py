@@ -129,48 +129,55 @@ class BlockPool:
         Raises:
             OwnershipError: a block has fewer owners than times it is named (a double free); nothing changed.
         """
-        self._drop_owners(blocks)
+        idle = self._drop_owners(blocks)
         if fenced:
             fences = self._fences
             for block in blocks:
                 fences[block] += 1
-        owners = self._owners
-        # Each once, whatever the table says: a block must not enter a list twice.
-        for block in dict.fromkeys(blocks):
-            if not owners[block]:
-                self._settle(block, now)
+        self._settle(idle, now)
 
     def unfence(self, blocks: Sequence[BlockId], now: float) -> None:
         """One fence less around each block; order as in `unpin`."""
-        fences, owners = self._fences, self._owners
+        fences, owners, idle = self._fences, self._owners, []
         for block in blocks:
             fences[block] -= 1
             if not fences[block] and not owners[block]:
-                self.num_fenced -= 1
-                self._settle(block, now)
+                idle.append(block)
+        self.num_fenced -= len(idle)
+        self._settle(idle, now)
 
-    def _drop_owners(self, blocks: Sequence[BlockId]) -> None:
+    def _drop_owners(self, blocks: Sequence[BlockId]) -> list[BlockId]:
+        """Returns those that have none any more, each once, whatever a table says: none must enter a list twice."""
         owners = self._owners
-        for position, block in enumerate(blocks):
-            if owners[block] < 1:
-                for dropped in blocks[:position]:
-                    owners[dropped] += 1
-                raise OwnershipError(f"block {block} is {self.state_of(block).value}: a double free")
+        for block in blocks:
             owners[block] -= 1
+        idle = [block for block in dict.fromkeys(blocks) if owners[block] < 1]
+        if any(map(owners.__getitem__, idle)):  # below 0
+            block = next(block for block in idle if owners[block])
+            for dropped in blocks:
+                owners[dropped] += 1
+            raise OwnershipError(f"block {block} is {self.state_of(block).value}: a double free")
+        return idle
 
-    def _settle(self, block: BlockId, now: float) -> None:
-        """Put a block without owners where it belongs."""
-        self.times.last_used_at[block] = now
-        if self._fences[block]:
-            self.num_fenced += 1
-        elif (node := self._index.node_of[block]) is None:
-            self._set_free(block)
-        else:
-            holder = self._tenant_of[block]
-            if holder is None:
-                holder = self._tenant_of[block] = self._tenants.hold(node.tenant(), 1)
-            holder.cached.add(block, node.num_hits)
-            self.num_cached += 1
+    def _settle(self, blocks: Sequence[BlockId], now: float) -> None:
+        """Put blocks without owners where they belong, in this order."""
+        last_used_at, fences = self.times.last_used_at, self._fences
+        node_of, tenant_of = self._index.node_of, self._tenant_of
+        num_cached = num_fenced = 0
+        for block in blocks:
+            last_used_at[block] = now
+            if fences[block]:
+                num_fenced += 1
+            elif (node := node_of[block]) is None:
+                self._set_free(block)
+            else:
+                holder = tenant_of[block]
+                if holder is None:
+                    holder = tenant_of[block] = self._tenants.hold(node.tenant(), 1)
+                holder.cached.add(block, node.num_hits)
+                num_cached += 1
+        self.num_cached += num_cached
+        self.num_fenced += num_fenced
 
     def _set_free(self, block: BlockId) -> None:
         holder, self._tenant_of[block] = self._tenant_of[block], None

@@ -129,15 +129,19 @@ class PrefixIndex:
         """The longest chain of nodes with blocks that starts `tokens` (packed), at most `max_blocks` long."""
         chain: list[PrefixNode] = []
         node = self._roots.get(extras)
-        width = self._block_bytes
+        if node is None:
+            return chain
+        width, key_of, first_of = self._block_bytes, self._hash, self._nodes.get
         for start in range(0, max_blocks * width, width):
-            if node is None:
-                break
             packed = tokens[start : start + width]
-            node = self._find(self._hash(node.key + packed), node, packed)
-            if node is None or not node.blocks:
+            child = first_of(key_of(node.key + packed))
+            # As _find, without a call for each block.
+            while child is not None and (child.parent is not node or child.tokens != packed):
+                child = child.next_of_key
+            if child is None or not child.blocks:
                 break
-            chain.append(node)
+            chain.append(child)
+            node = child
         return chain
 
     def attach(self, block: BlockId, parent: PrefixNode | None, extras: bytes, tokens: bytes) -> PrefixNode:
