@@ -53,13 +53,22 @@ def eviction_table(document: dict[str, Any]) -> str:
 
 def operations_table(document: dict[str, Any]) -> str:
     """What the operations of the block manager cost."""
-    names = list(document["rows"][0]["operations"])
+    names = list(dict.fromkeys(name for row in document["rows"] for name in row["operations"]))
     lines = [f"| called | blocks | prompts in common | {' | '.join(names)} |", "|---" * (3 + len(names)) + "|"]
     for row in document["rows"]:
-        times = (row["operations"][name] for name in names)
-        cells = (f"{each['p50_us']:,.0f} / {each['p99.9_us']:,.0f}" for each in times)
-        lines.append(f"| {row['door']} | {row['blocks']:,} | {row['shared']:.0%} | {' | '.join(cells)} |")
+        times = (row["operations"].get(name) for name in names)
+        cells = (f"{each['p50_us']:,.0f} / {each['p99.9_us']:,.0f}" if each else "" for each in times)
+        lines.append(f"| {_door(row)} | {row['blocks']:,} | {row['shared']:.0%} | {' | '.join(cells)} |")
+    if "hashing_ns_per_token" in document:
+        lines += ["", f"Hashing alone takes {document['hashing_ns_per_token']:.0f} ns of CPU time a token."]
     return "\n".join(lines)
+
+
+def _door(row: dict[str, Any]) -> str:
+    if row["door"] == "in process":
+        return "in process"
+    clients = "one client" if row["clients"] == 1 else f"{row['clients']} clients at once"
+    return f"gRPC, {clients}, {row['requests_per_s']:.0f} requests/s"
 
 
 def _percent(share: float) -> str:
