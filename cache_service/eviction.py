@@ -126,6 +126,7 @@ class TenantBlocks:
     weight: float
     cached: EvictionOrder
     num_held: int = 0  # used, fenced and cached blocks
+    listed_load: float | None = None  # of its entry among those who can give; None: it is not there
 
     @property
     def load(self) -> float:
@@ -134,11 +135,17 @@ class TenantBlocks:
 
 
 class Tenants:
-    """Tenants that have blocks, by name."""
+    """Tenants that have blocks, by name, and who gives next: O(log tenants).
+
+    A heap by load. A tenant that is listed in it has one entry that is good, with at least the load that it has now: a
+    load that grows gets a new entry, one that shrinks is corrected when its entry comes up.
+    """
 
     def __init__(self, eviction: Eviction) -> None:
         self._eviction = eviction
         self._by_name: dict[str | None, TenantBlocks] = {}
+        self._heap: list[tuple[float, int, TenantBlocks]] = []  # (-listed_load, tick, tenant), and bad entries
+        self._ticks = count()
 
     def __iter__(self) -> Iterator[TenantBlocks]:
         return iter(list(self._by_name.values()))
@@ -150,16 +157,51 @@ class Tenants:
             weight = 1.0 if name is None else self._eviction.weights.get(name, 1.0)
             tenant = self._by_name[name] = TenantBlocks(name, weight, self._eviction.make_order())
         tenant.num_held += num_blocks
+        if tenant.listed_load is not None and tenant.load > tenant.listed_load:
+            self.offer(tenant)
         return tenant
 
     def drop(self, tenant: TenantBlocks) -> None:
         """One of its blocks became free; a tenant without any is forgotten."""
         tenant.num_held -= 1
         if not tenant.num_held:
+            tenant.listed_load = None
             del self._by_name[tenant.name]
 
+    def offer(self, tenant: TenantBlocks) -> None:
+        """It can give: it has cached blocks."""
+        tenant.listed_load = tenant.load
+        heapq.heappush(self._heap, (-tenant.load, next(self._ticks), tenant))
+        if len(self._heap) > 2 * len(self._by_name) + _HEAP_SLACK:
+            listed = (each for each in self._by_name.values() if each.listed_load is not None)
+            self._heap = [(-each.listed_load, next(self._ticks), each) for each in listed]  # type: ignore[operator]
+            heapq.heapify(self._heap)
+
     def next_to_give(self) -> TenantBlocks:
-        """Whose cached block goes next. Raises ValueError where there is none."""
+        """Whose cached block goes next. Raises IndexError where there is none."""
         if len(self._by_name) == 1:
             return next(iter(self._by_name.values()))
-        return max((tenant for tenant in self._by_name.values() if tenant.cached), key=lambda tenant: tenant.load)
+        heap = self._heap
+        while True:
+            negative_load, _, tenant = heap[0]
+            if tenant.listed_load != -negative_load:
+                heapq.heappop(heap)
+            elif not tenant.cached:
+                heapq.heappop(heap)
+                tenant.listed_load = None
+            elif tenant.load != tenant.listed_load:
+                tenant.listed_load = tenant.load
+                heapq.heapreplace(heap, (-tenant.load, next(self._ticks), tenant))
+            else:
+                return tenant
+
+    def violations(self) -> list[str]:
+        """What is wrong with the heap; empty when it is sound."""
+        entries = {(id(tenant), -negative_load) for negative_load, _, tenant in self._heap}
+        return [
+            f"tenant {tenant.name!r} with {tenant.load:g} blocks for its weight is listed with {tenant.listed_load}"
+            for tenant in self._by_name.values()
+            if (tenant.cached and tenant.listed_load is None)
+            or (tenant.listed_load is not None and tenant.listed_load < tenant.load)
+            or (tenant.listed_load is not None and (id(tenant), tenant.listed_load) not in entries)
+        ]

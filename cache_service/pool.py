@@ -162,7 +162,7 @@ class BlockPool:
     def _settle(self, blocks: Sequence[BlockId], now: float) -> None:
         """Put blocks without owners where they belong, in this order."""
         last_used_at, fences = self.times.last_used_at, self._fences
-        node_of, tenant_of = self._index.node_of, self._tenant_of
+        node_of, tenant_of, tenants = self._index.node_of, self._tenant_of, self._tenants
         num_cached = num_fenced = 0
         for block in blocks:
             last_used_at[block] = now
@@ -173,8 +173,10 @@ class BlockPool:
             else:
                 holder = tenant_of[block]
                 if holder is None:
-                    holder = tenant_of[block] = self._tenants.hold(node.tenant(), 1)
+                    holder = tenant_of[block] = tenants.hold(node.tenant(), 1)
                 holder.cached.add(block, node.num_hits)
+                if holder.listed_load is None:
+                    tenants.offer(holder)
                 num_cached += 1
         self.num_cached += num_cached
         self.num_fenced += num_fenced
@@ -257,7 +259,8 @@ class BlockPool:
         held = members[BlockState.USED] | members[BlockState.CACHED]
         found += [f"block {block} is nobody's" for block in sorted(held) if self._tenant_of[block] is None]
         kept = [block for block in self._free if self._tenant_of[block] is not None]
-        return found + [f"block {block} is free and somebody's" for block in kept]
+        found += [f"block {block} is free and somebody's" for block in kept]
+        return found + self._tenants.violations()
 
     def _count_violations(self, members: dict[BlockState, set[BlockId]]) -> list[str]:
         counts = {

@@ -1,12 +1,13 @@
 """Which cached block goes: between tenants, and within one by each policy."""
 
+import random
 from array import array
 from collections.abc import Sequence
 
 import pytest
 
 from cache_service.block import BlockId
-from cache_service.eviction import POLICIES, Eviction, LeastRecentlyUsed, LeastReused
+from cache_service.eviction import POLICIES, Eviction, LeastRecentlyUsed, LeastReused, TenantBlocks
 from cache_service.manager import BlockManager
 from cache_service.operation import Allocated, Allocation, Commit, LeaseId, Release, SequenceId
 from cache_service.prefix import Extras, tenant_of
@@ -113,6 +114,34 @@ def test_requests_without_a_tenant_are_one_more():
         cache.run(prompt(number))
         cache.run(prompt(number), "a")
     assert cache.held() == {None: 2, "a": 2}
+
+
+def test_among_many_tenants_the_one_with_most_for_its_weight_gives():
+    """Whatever is held, freed and pinned in between: the heap says what a walk over all would."""
+    draw = random.Random(1)
+    weights = {f"t{number}": draw.choice([0.5, 1.0, 3.0]) for number in range(30)}
+    cache, running = Cache(120, **weights), list[SequenceId]()
+    given: list[bool] = []
+    tenants = cache.manager._pool._tenants
+    choose = tenants.next_to_give
+
+    def checked() -> TenantBlocks:
+        chosen = choose()
+        given.append(chosen.load == max(tenant.load for tenant in tenants if tenant.cached))
+        return chosen
+
+    tenants.next_to_give = checked  # type: ignore[method-assign]
+    for _ in range(1500):
+        tenant = f"t{int(30 * draw.random() ** 2)}"
+        if draw.random() < 0.3 and len(running) < 20:
+            running.append(cache.start(prompt(draw.randrange(40), draw.randint(1, 3)), tenant)[0])
+        elif draw.random() < 0.3 and running:
+            cache.end(running.pop(draw.randrange(len(running))))
+        else:
+            cache.run(prompt(draw.randrange(40), draw.randint(1, 4)), tenant)
+    assert len(given) > 500
+    assert all(given)
+    assert len(tenants._heap) <= 2 * 30 + 64
 
 
 def test_a_tenant_without_blocks_is_forgotten():
