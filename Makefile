@@ -8,6 +8,8 @@ VENV ?= .venv
 PORT ?= 7700
 # Version of Python on the GPU machine, for gpu-wheels.
 GPU_PYTHON ?= 3.12
+# Python of an environment that has vLLM for CPUs; without it comparisons leave vLLM out and say so.
+VLLM_PYTHON ?= build/vllm-venv/bin/python
 # More arguments for `octavo demo` and for pytest.
 ARGS ?=
 
@@ -21,7 +23,8 @@ PROTOS := $(wildcard protos/octavo/v1/*.proto)
 PROTOC := -Iprotos -Iprotos/third_party
 
 .PHONY: help demo test test-long lint format protos protos-check docs chart chart-lint alerts-long kernels-compile \
-	proxies-long kernels-long gpu-wheels gpu-check bench bench-peers kills fuzz soak chaos chaos-short clean
+	proxies-long kernels-long gpu-wheels gpu-check bench bench-peers block-manager-peers vllm-venv kills fuzz soak \
+	chaos chaos-short clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 20
@@ -87,13 +90,23 @@ bench: $(VENV)/.demo ## tokens per second, latency and where a step's time goes,
 	$(BIN)/python -m benchmarks.bench $(ARGS)
 	$(BIN)/python -m benchmarks.tables
 
-bench-peers: $(VENV)/.demo build/bench-peers-venv/.installed ## Octavo and OpenVINO GenAI in turn; ratios of medians
-	$(BIN)/python -m benchmarks.bench_peers --peers-python build/bench-peers-venv/bin/python $(ARGS)
+bench-peers: $(VENV)/.demo build/bench-peers-venv/.installed ## Octavo, OpenVINO GenAI and vLLM in turn; ratios of medians
+	$(BIN)/python -m benchmarks.bench_peers --peers-python build/bench-peers-venv/bin/python \
+		--vllm-python $(VLLM_PYTHON) $(ARGS)
 	$(BIN)/python -m benchmarks.tables
 	build/bench-peers-venv/bin/python benchmarks/peers/plot.py benchmarks/results/bench_peers.json docs/throughput.svg
 
+block-manager-peers: $(VENV)/.demo ## the block manager and vLLM's in turn, in process, on one trace
+	$(BIN)/python -m benchmarks.block_manager_peers --vllm-python $(VLLM_PYTHON) $(ARGS)
+	$(BIN)/python -m benchmarks.tables
+
+vllm-venv: ## an environment with vLLM for CPUs, build/vllm-venv, for bench-peers, block-manager-peers and kills
+	$(PYTHON) benchmarks/peers/make_vllm_environment.py build/vllm-venv
+
 kills: $(VENV)/.demo ## 20 kills of each process under streams, and what they cost clients; a quarter of an hour
 	$(BIN)/python -m benchmarks.kills $(ARGS)
+	$(BIN)/python -m benchmarks.vllm_kills --vllm-python $(VLLM_PYTHON)
+	$(BIN)/python -m benchmarks.tables
 
 fuzz: $(VENV)/.test ## random and broken requests, FUZZ_REQUESTS (100000) of series FUZZ_SEED (1); half an hour
 	$(BIN)/python -m pytest tests/integration/test_fuzz_requests.py -m long -s $(ARGS)

@@ -1,10 +1,12 @@
 """`make bench-peers`: workload W on Octavo and on a peer in turn, and the ratios of their medians.
 
 Octavo is asked over gRPC, all three processes and this client on the same cores; OpenVINO GenAI runs in process,
-without a server, on the very GGUF file. All are loaded once and then take turns, run by run, so that a machine that
-slows down slows all of them. A peer whose package is missing is left out, with a word.
+without a server, on the very GGUF file; vLLM behind its own OpenAI server, on the weights that Octavo makes of that
+file. All are loaded once and then take turns, run by run, so that a machine that slows down slows all of them. A peer
+whose package is missing is left out, with a word. Ratios are to each peer.
 
     python -m benchmarks.bench_peers --peers-python build/bench-peers-venv/bin/python [--runs 3] [--quick]
+    python -m benchmarks.bench_peers --vllm-python build/vllm-venv/bin/python    # vLLM too; make vllm-venv makes it
 """
 
 import argparse
@@ -21,10 +23,11 @@ from benchmarks.load import measure
 from benchmarks.loads import Load, workload_w
 from benchmarks.peer import has_package, openvino_genai
 from benchmarks.servers import serving
+from benchmarks.vllm_server import dense_folder, vllm_serving
 from octavo.model_source import resolve_model
 
 FIGURES = ("output_tokens_per_s", "first_token_p50_ms", "between_tokens_p50_ms", "between_tokens_p99_ms")
-OPENVINO = "OpenVINO GenAI"
+OCTAVO, OPENVINO, VLLM = "Octavo", "OpenVINO GenAI", "vLLM"
 
 
 @dataclass
@@ -47,34 +50,51 @@ class Contender:
 
 
 def rows_of(contenders: list[Contender], streams: list[int]) -> list[dict[str, Any]]:
-    """One per contender and number of streams; ratios are to the last contender, of medians."""
+    """One per contender and number of streams, with the ratios of its medians to those of each peer."""
     rows: list[dict[str, Any]] = []
     for each in streams:
-        base = contenders[-1].medians(each)
-        for contender in contenders:
-            own = contender.medians(each)
-            ratios = {"output": round(own[FIGURES[0]] / base[FIGURES[0]], 2)}
-            ratios["first_token"] = round(own[FIGURES[1]] / base[FIGURES[1]], 2)
-            rows.append({"streams": each, "who": contender.name, **own, "ratios": ratios})
+        medians = {contender.name: contender.medians(each) for contender in contenders}
+        peers = {name: found for name, found in medians.items() if not name.startswith(OCTAVO)}
+        for name, own in medians.items():
+            rows.append({"streams": each, "who": name, **own, "ratios": _ratios(own, peers)})
     return rows
+
+
+def _ratios(own: dict[str, float], peers: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """By peer: of output and of the first token, which is the better the smaller it is."""
+    names = {"output": FIGURES[0], "first_token": FIGURES[1]}
+    return {
+        peer: {short: round(own[figure] / found[figure], 2) for short, figure in names.items()}
+        for peer, found in peers.items()
+    }
+
+
+def start(stack: ExitStack, arguments: argparse.Namespace) -> list[Contender]:
+    """Everybody who is there; a word about who is not."""
+    contenders = []
+    for name in arguments.configurations:
+        options = [*CONFIGURATIONS[name], *arguments.options]
+        server = stack.enter_context(serving(arguments.model, options))
+        contenders.append(Contender(f"{OCTAVO} {name}", lambda load, own=server: measure(own, load)))
+    gguf = resolve_model(arguments.model).path
+    if not has_package(arguments.peers_python, "openvino_genai") or gguf is None or not gguf.is_file():
+        print(f"{OPENVINO} is left out: {arguments.peers_python} has no openvino_genai, or the model is no GGUF file")
+    else:
+        peer = stack.enter_context(openvino_genai(arguments.peers_python, gguf))
+        contenders.append(Contender(f"{OPENVINO} {peer.process.version.split('-')[0]}", peer.measure))
+    if not has_package(arguments.vllm_python, "vllm"):
+        print(f"{VLLM} is left out: {arguments.vllm_python} has no vllm; make vllm-venv makes an environment that has")
+    else:
+        folder = stack.enter_context(dense_folder(arguments.model))
+        vllm = stack.enter_context(vllm_serving(arguments.vllm_python, folder, arguments.vllm_dtype))
+        contenders.append(Contender(f"{VLLM} {vllm.version} {arguments.vllm_dtype}", vllm.measure))
+    return contenders
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Start everybody, let them take turns, and say what came of it."""
-    gguf = resolve_model(arguments.model).path
     with ExitStack() as stack:
-        contenders = []
-        for name in arguments.configurations:
-            options = [*CONFIGURATIONS[name], *arguments.options]
-            server = stack.enter_context(serving(arguments.model, options))
-            contenders.append(Contender(f"Octavo {name}", lambda load, own=server: measure(own, load)))
-        if has_package(arguments.peers_python, "openvino_genai") and gguf is not None:
-            peer = stack.enter_context(openvino_genai(arguments.peers_python, gguf))
-            contenders.append(Contender(f"{OPENVINO} {peer.version.split('-')[0]}", peer.measure))
-        else:
-            print(
-                f"{OPENVINO} is left out: {arguments.peers_python} has no openvino_genai, or the model is no GGUF file"
-            )
+        contenders = start(stack, arguments)
         for contender in contenders:
             contender.measure(workload_w(2, 2, seed=0))  # warm-up
         for number in range(arguments.runs):
@@ -95,6 +115,8 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="one run instead of three; figures for a look")
     parser.add_argument("--peers-python", type=Path, default=Path("build/bench-peers-venv/bin/python"))
+    parser.add_argument("--vllm-python", type=Path, default=Path("build/vllm-venv/bin/python"))
+    parser.add_argument("--vllm-dtype", default="bfloat16", help="of its weights and its KV: bfloat16 or float32")
     parser.add_argument("--json", type=Path, help="where the JSON goes; without it, results/bench_peers.json")
     parser.add_argument("options", nargs="*", help="more options of octavo serve, behind --")
     arguments = parser.parse_args()

@@ -1,7 +1,6 @@
 """Kills each process of a running stack again and again under streams, and writes down what that costs its clients.
 
-    python -m benchmarks.kills                                    # into results/kills.json and docs/failures.md
-    python -m benchmarks.kills --vllm-python ~/vllm/bin/python --vllm-model FOLDER    # beside it, vLLM's engine process
+    python -m benchmarks.kills    # into results/kills.json and docs/failures.md
 
 What a client waits for is the longest time between two tokens of its stream, from the kill until all streams go on.
 Tokens computed again are counted by who survives, as what was computed beyond what the answers need. Nothing of it is a
@@ -22,7 +21,6 @@ from typing import Any
 
 from benchmarks import results_file, tables
 from benchmarks.servers import Server, children, cpu_seconds, metric_sum, serving
-from benchmarks.vllm_engine import kill_vllm
 from octavo import AsyncClient, RetryPolicy
 from octavo.results import Delta, Generation
 
@@ -231,10 +229,6 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--limit-s", type=float, default=600.0, help="of each row; then it has fewer kills")
     parser.add_argument("--only", default="", help="rows whose title begins so")
-    parser.add_argument(
-        "--vllm-python", default=os.environ.get("VLLM_PYTHON", ""), help="Python that has vLLM for CPUs"
-    )
-    parser.add_argument("--vllm-model", default="", help="folder or hub id that vLLM serves")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for num_spares, cases in CASES.items():
@@ -242,11 +236,6 @@ def main() -> None:
         for row in run(options.model, num_spares, asked, options.kills, options.limit_s) if asked else ():
             rows.append(row)
             keep(options.model, rows)
-    if options.vllm_python:
-        rows.append(kill_vllm(options.vllm_python, options.vllm_model, PROMPTS))
-        keep(options.model, rows)
-    else:
-        print("no --vllm-python: vLLM's engine process is not killed beside")
 
 
 def keep(model: str, rows: list[dict[str, Any]]) -> None:

@@ -16,6 +16,7 @@ from benchmarks.memory_tables import (
     policies_table,
     sharing_table,
 )
+from benchmarks.peer_tables import managers_table, peers_table
 from benchmarks.results_file import RESULTS
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -57,22 +58,6 @@ def steps_table(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def peers_table(document: dict[str, Any]) -> str:
-    """Medians and ratios."""
-    lines = [
-        "| streams | | output tok/s | ratio | first token p50, ms | ratio | between tokens p50 / p99, ms |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in document["rows"]:
-        ratios = row["ratios"]
-        between = f"{row['between_tokens_p50_ms']:.1f} / {row['between_tokens_p99_ms']:.1f}"
-        lines.append(
-            f"| {row['streams']} | {row['who']} | {row['output_tokens_per_s']:.1f} | {ratios['output']:.2f} | "
-            f"{row['first_token_p50_ms']:.0f} | {ratios['first_token']:.2f} | {between} |"
-        )
-    return "\n".join([*lines, "", f"Medians of {document['runs']} runs in turn. {_seen(document)}"])
-
-
 def quality_table(document: dict[str, Any]) -> str:
     """What int8 costs."""
     return "\n".join(
@@ -111,17 +96,33 @@ def kills_table(document: dict[str, Any]) -> str:
     return "\n".join([*lines, "", _seen(document)])
 
 
+def _seen(document: dict[str, Any]) -> str:
+    machine = document["machine"]
+    load = machine["load_average"][0]
+    return (
+        f"Seen on {document['day']}, {machine['cpus']} processors of an {machine['processor']}, load average "
+        f"{load:.1f} at the end, by `{document['command']}`."
+    )
+
+
+def _with_sight(render: Callable[[dict[str, Any]], str]) -> Callable[[dict[str, Any]], str]:
+    """The table, its last line continued by when and where that was seen."""
+    return lambda document: f"{render(document)} {_seen(document)}"
+
+
 # Table -> page, result, and how it is written.
 TABLES: dict[str, tuple[str, str, Callable[[dict[str, Any]], str]]] = {
     "bench": ("performance.md", "bench", bench_table),
     "steps": ("performance.md", "bench", steps_table),
-    "peers": ("performance.md", "bench_peers", peers_table),
+    "peers": ("performance.md", "bench_peers", _with_sight(peers_table)),
     "int8 quality": ("performance.md", "int8_quality", quality_table),
     "kills": ("failures.md", "kills", kills_table),
+    "vLLM's kills": ("failures.md", "vllm_kills", kills_table),
     "memory": ("memory.md", "paper_memory", policies_table),
     "block sizes": ("memory.md", "paper_memory", block_sizes_table),
     "sharing": ("memory.md", "paper_memory", sharing_table),
     "block manager": ("cache.md", "block_manager", operations_table),
+    "managers": ("cache.md", "block_manager_peers", _with_sight(managers_table)),
     "eviction": ("cache.md", "eviction", eviction_table),
 }
 
@@ -138,15 +139,6 @@ def updated(page: str, name_of_page: str) -> str:
         page, count = pattern.subn(lambda _, text=f"{begin}\n{table}\n\n{end}": text, page)  # type: ignore[misc]
         assert count == 1, f"{name_of_page} has {count} places for the table {name!r}"
     return page
-
-
-def _seen(document: dict[str, Any]) -> str:
-    machine = document["machine"]
-    load = machine["load_average"][0]
-    return (
-        f"Seen on {document['day']}, {machine['cpus']} processors of an {machine['processor']}, load average "
-        f"{load:.1f} at the end, by `{document['command']}`."
-    )
 
 
 def main() -> None:

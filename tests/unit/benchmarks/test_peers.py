@@ -1,0 +1,141 @@
+"""What comparisons with other servers and managers rest on; the others themselves are not here."""
+
+import asyncio
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.bench_peers import FIGURES, Contender, rows_of
+from benchmarks.peer_tables import managers_table, peers_table
+from benchmarks.peers import block_trace
+from benchmarks.vllm_kills import Kill, row_of
+from benchmarks.vllm_server import VllmServer
+
+
+def test_a_trace_is_read_as_it_was_recorded(tmp_path: Path) -> None:
+    trace = block_trace.record(5, shared=1.0, seed=3)
+    trace.write(tmp_path / "trace")
+    assert block_trace.read(tmp_path / "trace") == trace
+    heads = {tuple(tokens[: block_trace.COMMON_TOKENS]) for tokens in trace.requests}
+    assert len(heads) == 1
+    assert len({tuple(tokens) for tokens in trace.requests}) == 5
+
+
+class WrittenDown:
+    """A manager that writes down what is asked of it."""
+
+    hashes_in_look_up = False
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def native(self, tokens: "array[int]") -> int:
+        return len(tokens)
+
+    def admit(self, number: int, prompt: int) -> int:
+        self.said.append(f"admit {prompt}")
+        return number
+
+    def grow(self, request: int, tokens: int) -> None:
+        self.said.append(f"grow {tokens}")
+
+    def release(self, request: int) -> None:
+        self.said.append("release")
+
+    def hash(self, prompt: int) -> None:
+        self.said.append("hash")
+
+    def look_up(self, number: int, prompt: int, keys: None) -> int:
+        self.said.append("look up")
+        return 49_984
+
+
+def test_every_manager_is_asked_the_same_and_only_the_end_is_timed() -> None:
+    manager = WrittenDown()
+    times = block_trace.replay(manager, block_trace.record(3, 0.0, seed=1), num_untimed=2, num_look_ups=2)
+    request = ["admit 512", *["grow 16"] * 4, "release"]
+    assert manager.said == [*request * 3, "admit 50000", "release", *["hash", "look up"] * 2]
+    assert {name: len(taken) for name, taken in times.items()} == {
+        "admit": 1,
+        "grow": 4,
+        "release": 1,
+        "request": 1,
+        "hash long": 2,
+        "look up long": 2,
+    }
+
+
+def contender(name: str, output: float, first_ms: float) -> Contender:
+    figures = dict(zip(FIGURES, (output, first_ms, 1.0, 2.0), strict=True))
+    return Contender(name, lambda load: None, {8: [figures] * 3})
+
+
+def test_ratios_are_to_each_peer() -> None:
+    contenders = [
+        contender("Octavo int8", 100, 50),
+        contender("OpenVINO GenAI 1", 50, 100),
+        contender("vLLM 1", 25, 25),
+    ]
+    rows = rows_of(contenders, [8])
+    assert rows[0]["ratios"] == {
+        "OpenVINO GenAI 1": {"output": 2.0, "first_token": 0.5},
+        "vLLM 1": {"output": 4.0, "first_token": 2.0},
+    }
+    table = peers_table({"rows": rows, "runs": 3})
+    assert "| 8 | Octavo int8 | 100.0 | 50 | 1.0 / 2.0 | 2.00 / 0.50 | 4.00 / 2.00 |" in table
+    alone = rows_of(contenders[:1], [8])
+    assert "| 8 | Octavo int8 | 100.0 | 50 | 1.0 / 2.0 |" in peers_table({"rows": alone, "runs": 1})
+
+
+def test_the_managers_table_does_without_ratios_where_vllm_is_absent() -> None:
+    times = {"p50_us": 12.34, "p99.9_us": 1234.5}
+    names = ("admit", "grow", "release", "request", "hash long", "look up long")
+    row: dict[str, Any] = {"who": "Octavo", "blocks": 10_000, "shared": 0.9, "operations": dict.fromkeys(names, times)}
+    document = {"rows": [row, row | {"ratios": dict.fromkeys(names, 0.5)}], "rounds": 3, "requests": 2000}
+    lines = managers_table(document).splitlines()
+    assert lines[2].startswith("| Octavo | 10,000 | 90% | 12.3 / 1,234 |")
+    assert lines[3].startswith("| Octavo | 10,000 | 90% | 12.3 / 1,234 (0.50) |")
+
+
+def test_a_kill_that_loses_nothing_and_one_that_loses_all_are_one_row() -> None:
+    row = row_of("1", [Kill(3.0, [4.0, 5.0], 2, 20), Kill(5.0, [], 0, 0)])
+    assert (row["lost"], row["answers"], row["recomputed_tokens"], row["wait_max_s"]) == (2, 6, 20, 5.0)
+
+
+async def completed(*lines: bytes) -> list[list[int]]:
+    """Through a server that answers this."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.writelines(lines)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        client = VllmServer(server.sockets[0].getsockname()[1], 0, "")
+        return [tokens async for tokens in client.complete([1, 2], 3)]
+
+
+OK, END = b"HTTP/1.1 200 OK\r\nserver: x\r\n\r\n", b"data: [DONE]\n\n"
+TOKENS = b'data: {"choices": [{"token_ids": [5, 6]}]}\n\n'
+
+
+async def test_tokens_are_read_as_they_come() -> None:
+    assert await completed(OK, TOKENS, b'data: {"choices": []}\n\n', TOKENS, END) == [[5, 6], [5, 6]]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (OK, TOKENS),
+        (b"HTTP/1.1 503 Unavailable\r\n\r\n",),
+        (OK, TOKENS, b'data: {"error": {"code": 500}}\n\n', END),
+        (),
+    ],
+)
+async def test_an_answer_that_breaks_is_no_answer(lines: tuple[bytes, ...]) -> None:
+    with pytest.raises(ConnectionError):
+        await completed(*lines)
