@@ -218,12 +218,12 @@ def test_random_lives_keep_every_invariant(driver_name: str, hash_name: str, num
 @pytest.mark.parametrize(
     ("driver_name", "hash_name", "num_examples", "num_least"),
     [
-        ("in process", "blake2b", 1100, 100_000),
-        ("in process", "three-bit", 300, 25_000),
-        ("in process", "constant", 300, 25_000),
-        ("grpc", "blake2b", 100, 8_000),
-        ("grpc", "three-bit", 50, 4_000),
-        ("grpc", "constant", 50, 4_000),
+        ("in process", "blake2b", 1400, 100_000),
+        ("in process", "three-bit", 300, 20_000),
+        ("in process", "constant", 300, 20_000),
+        ("grpc", "blake2b", 100, 7_000),
+        ("grpc", "three-bit", 50, 3_500),
+        ("grpc", "constant", 50, 3_500),
     ],
 )
 def test_a_hundred_thousand_random_operations_keep_every_invariant(
