@@ -73,6 +73,7 @@ class Capacity:
         Who waits for blocks of its own tenant's quota stands in nobody else's way.
         """
         roster = self.roster
+        self._quotas.recount()
         if not roster.running and not roster.allocating:
             self._is_closed = False
         if self._is_closed:
@@ -110,6 +111,7 @@ class Capacity:
         """The prompt is computed and each choice has its first token: ask for the children's share of its blocks."""
         num_full, num_partial = divmod(parent.row.num_computed, self.model.block_size)
         num_copies = len(children) if num_partial else 0
+        self._quotas.recount()
         if self._quotas.room(parent, num_copies) < num_copies:
             for child in children:
                 self.roster.enqueue(child)
@@ -237,6 +239,7 @@ class Capacity:
         choice.lost = ("preemption", choice.row.num_computed)
         self._give_back(choice, steps)
         self.roster.preempt(choice)
+        self._quotas.recount()
         self.observer.on_preempted(cause)
 
     # ------------------------------------------------------------------------------------------------- commit, release

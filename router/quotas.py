@@ -24,6 +24,7 @@ class Quotas:
         self._model = model
         self._roster = roster
         self._closed: set[str] = set()  # tenants of which nobody is admitted before one of theirs ended
+        self._held: dict[str, int] = {}  # blocks by tenant, each once, as counted since the last change
 
     def room(self, choice: Choice, enough: int) -> int:
         """Blocks that its tenant may ask for besides; where they are enough, perhaps fewer than there are."""
@@ -34,12 +35,20 @@ class Quotas:
         left = admission.quota_blocks(share, self._model) - sum(each.num_asked_blocks for each in own)
         if left - sum(len(each.block_ids) for each in own) >= enough:
             return enough
-        return left - len(set(chain.from_iterable(each.block_ids for each in own)))
+        if choice.checked.tenant not in self._held:
+            self._held[choice.checked.tenant] = len(set(chain.from_iterable(each.block_ids for each in own)))
+        return left - self._held[choice.checked.tenant]
+
+    def recount(self) -> None:
+        """Somebody may have got blocks, or given some up, since they were counted."""
+        self._held.clear()
 
     def admits(self, choice: Choice) -> bool:
         """Whether its tenant may have what it needs to begin, and does not first have to end something."""
         if choice.checked.max_kv_share >= 1:
             return True
+        if choice.num_steps_in_flight:
+            return False  # it gave way, and what it computed last is still to come
         tenant = choice.checked.tenant
         if tenant in self._closed:
             if next(self._holders(tenant), None) is not None:
