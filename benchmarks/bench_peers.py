@@ -69,32 +69,57 @@ def _ratios(own: dict[str, float], peers: dict[str, dict[str, float]]) -> dict[s
     }
 
 
-def start(stack: ExitStack, arguments: argparse.Namespace) -> list[Contender]:
-    """Everybody who is there; a word about who is not."""
-    contenders = []
-    for name in arguments.configurations:
-        options = [*CONFIGURATIONS[name], *arguments.options]
-        server = stack.enter_context(serving(arguments.model, options))
-        contenders.append(Contender(f"{OCTAVO} {name}", lambda load, own=server: measure(own, load)))
-    gguf = resolve_model(arguments.model).path
-    if not has_package(arguments.peers_python, "openvino_genai") or gguf is None or not gguf.is_file():
-        print(f"{OPENVINO} is left out: {arguments.peers_python} has no openvino_genai, or the model is no GGUF file")
-    else:
-        peer = stack.enter_context(openvino_genai(arguments.peers_python, gguf))
-        contenders.append(Contender(f"{OPENVINO} {peer.process.version.split('-')[0]}", peer.measure))
-    if not has_package(arguments.vllm_python, "vllm"):
-        print(f"{VLLM} is left out: {arguments.vllm_python} has no vllm; make vllm-venv makes an environment that has")
-    else:
-        folder = stack.enter_context(dense_folder(arguments.model))
-        vllm = stack.enter_context(vllm_serving(arguments.vllm_python, folder, arguments.vllm_dtype))
-        contenders.append(Contender(f"{VLLM} {vllm.version} {arguments.vllm_dtype}", vllm.measure))
-    return contenders
+class Contenders:
+    """Everybody who is there, and a word about who is not."""
+
+    def __init__(self) -> None:
+        self.there: list[Contender] = []
+        self.left_out: list[str] = []
+
+    def add_octavo(self, stack: ExitStack, arguments: argparse.Namespace) -> None:
+        """A server of each configuration."""
+        for name in arguments.configurations:
+            options = [*CONFIGURATIONS[name], *arguments.options]
+            server = stack.enter_context(serving(arguments.model, options))
+            self.there.append(Contender(f"{OCTAVO} {name}", lambda load, own=server: measure(own, load)))
+
+    def add_openvino(self, stack: ExitStack, python: Path, model: str) -> None:
+        """In process."""
+        gguf = resolve_model(model).path
+        if gguf is None or not gguf.is_file():
+            return self._leave_out(OPENVINO, f"{model} is no GGUF file")
+        if not has_package(python, "openvino_genai"):
+            return self._leave_out(OPENVINO, f"{python} has no openvino_genai; make bench-peers installs it")
+        try:
+            peer = stack.enter_context(openvino_genai(python, gguf))
+        except RuntimeError as error:
+            return self._leave_out(OPENVINO, str(error))
+        self.there.append(Contender(f"{OPENVINO} {peer.process.version.split('-')[0]}", peer.measure))
+
+    def add_vllm(self, stack: ExitStack, python: Path, model: str, dtype: str) -> None:
+        """Behind its own server."""
+        if not has_package(python, "vllm"):
+            return self._leave_out(VLLM, f"{python} has no vllm; make vllm-venv makes an environment that has")
+        folder = stack.enter_context(dense_folder(model))
+        try:
+            server = stack.enter_context(vllm_serving(python, folder, dtype))
+        except RuntimeError as error:
+            return self._leave_out(VLLM, str(error))
+        self.there.append(Contender(f"{VLLM} {server.version} {dtype}", server.measure))
+
+    def _leave_out(self, name: str, reason: str) -> None:
+        self.left_out.append(f"{name} is left out: {reason}")
+        print(self.left_out[-1], flush=True)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Start everybody, let them take turns, and say what came of it."""
     with ExitStack() as stack:
-        contenders = start(stack, arguments)
+        found = Contenders()
+        found.add_octavo(stack, arguments)
+        found.add_openvino(stack, arguments.peers_python, arguments.model)
+        found.add_vllm(stack, arguments.vllm_python, arguments.model, arguments.vllm_dtype)
+        contenders = found.there
         for contender in contenders:
             contender.measure(workload_w(2, 2, seed=0))  # warm-up
         for number in range(arguments.runs):
@@ -104,7 +129,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                     contender.take(streams, load)
         rows = rows_of(contenders, arguments.streams)
         runs = {each.name: each.found for each in contenders}
-    return {"runs": arguments.runs, "options": arguments.options, "rows": rows, "each_run": runs}
+    asked = {"runs": arguments.runs, "options": arguments.options}
+    return {**asked, "rows": rows, "left_out": found.left_out, "each_run": runs}
 
 
 def main() -> None:
@@ -125,6 +151,7 @@ def main() -> None:
     content = run(arguments)
     for row in content["rows"]:
         print(row)
+    print(*content["left_out"], sep="\n")
     print(results_file.write("bench_peers", "benchmarks.bench_peers", content, arguments.json))
 
 

@@ -22,7 +22,7 @@ from benchmarks.loads import Ask, Load
 from benchmarks.peer import PeerFigures, figures_of
 from benchmarks.servers import children, cpu_seconds, free_port
 
-START_S = 1200.0
+START_S = 600.0
 STOP_S = 60.0
 NAME = "model"  # under which it serves
 # As for the other peers: 4 GiB of KV, 64 sequences, steps of up to 2,048 tokens, no prefix cache.
