@@ -18,10 +18,10 @@ from cache_service.managed_arena import ArenaMemory, Arenas, ManagedArena
 from cache_service.manager import BlockManager
 from cache_service.operation import Allocation, LeaseHeader, LeaseId, Release, SequenceSnapshot
 from cache_service.prefix import HashFunction, blake2b_key
-from cache_service.registration import Registration, is_size_of, mismatch_of
+from cache_service.registration import Registrar, Registration
 from cache_service.registry import Executor, ExecutorRegistry, Process, SessionStanding
 from cache_service.succession import Watch
-from octavo.errors import FieldViolation, OctavoError, invalid_argument
+from octavo.errors import OctavoError
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +38,7 @@ class CacheService:
         self._registry = ExecutorRegistry()
         self._leases = LeaseBook()
         self.operations = LeaseOperations(self._arenas, self._registry)
+        self._registrar = Registrar(self._arenas, self._registry, self._leases, self.end_executor)
         self._sent_before: list[SessionStep] = []  # what nobody claims waits for these, in a rebuild
         self._journal_number = 0
         self._num_arenas = 0  # ever
@@ -180,30 +181,8 @@ class CacheService:
     # ------------------------------------------------------------------------------------------------------ executors
 
     def begin_registration(self, asked: Registration, now: float) -> Executor | None:
-        """Decide whether an executor may register; what it does not share is removed to make room for its arena.
-
-        Returns:
-            The live executor if this is the same process again. Otherwise None: if the arena exists now, it is to be
-            joined, if not, it is to be made; then `finish_registration` follows. Registrations do not overlap.
-
-        Raises:
-            OctavoError: EXECUTOR_ALIVE, GEOMETRY_MISMATCH, STALE_EPOCH, INVALID_ARGUMENT.
-        """
-        if not asked.executor_id:
-            raise invalid_argument(
-                FieldViolation("executor_id", "is empty; a name that tells this executor from others")
-            )
-        if asked.executor_epoch:
-            executor = self._registry.find_alive(asked.executor_id, asked.executor_epoch)
-            self._check_same_arena(executor, asked)
-            return executor
-        earlier = self._registry.find(asked.executor_id)
-        if earlier is not None and earlier.is_alive:
-            if earlier.process.is_alive():
-                return self._same_process(earlier, asked)
-            self.end_executor(earlier, now)
-        self._make_room(asked)
-        return None
+        """As `Registrar.begin`; then `finish_registration` follows, where an arena is to be made or joined."""
+        return self._registrar.begin(asked, now)
 
     def finish_registration(
         self, asked: Registration, made: ArenaMemory | None, process: Process, unix_ms: int
@@ -215,36 +194,6 @@ class CacheService:
         self._write_journal()
         log.info("executor %s registered with epoch %d on %s", executor.executor_id, executor.epoch, executor.arena_id)
         return executor
-
-    def _same_process(self, alive: Executor, asked: Registration) -> Executor:
-        """The living executor, if it is the one that asks: the answer to its first registration was lost."""
-        if not asked.pid or asked.pid != alive.pid:
-            raise refusal.executor_alive(alive.executor_id, alive.epoch)
-        self._check_same_arena(alive, asked)
-        return alive
-
-    def _check_same_arena(self, executor: Executor, asked: Registration) -> None:
-        if executor.arena_id != asked.arena_id:
-            raise invalid_argument(
-                FieldViolation("arena_id", f"is {asked.arena_id!r}; this process registered for {executor.arena_id!r}")
-            )
-        mismatch = mismatch_of(self.find_arena(asked.arena_id).memory.description, asked)
-        if mismatch is not None:
-            raise mismatch
-
-    def _make_room(self, asked: Registration) -> None:
-        """Remove an arena of another shape, if nobody uses it."""
-        if not self._arenas.has(asked.arena_id):
-            return
-        arena = self._arenas.find(asked.arena_id)
-        is_used = arena.manager.num_sequences or self._registry.any_alive_on(asked.arena_id)
-        mismatch = mismatch_of(arena.memory.description, asked)
-        if mismatch is not None and is_used:
-            raise mismatch
-        # One of a stack that died whole and was started with another size serves nobody as it is.
-        is_leftover = arena.is_inherited and not is_used and not len(self._leases)
-        if mismatch is not None or (is_leftover and not is_size_of(arena.memory.description, asked)):
-            self._arenas.remove(arena)
 
     def end_executor(self, executor: Executor, now: float) -> None:
         """The process of this epoch is known to be dead: its sessions are over and their fences fall."""
