@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
+TOP = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md"]
+DOCUMENTS = sorted([*TOP, *(ROOT / "docs").rglob("*.md")])
 
 _FILE = re.compile(r"`([\w./-]+\.(?:py|proto|toml|cpp|h))`")
 _LINK = re.compile(r"\]\(([^)#\s]+)(?:#[\w-]*)?\)")
