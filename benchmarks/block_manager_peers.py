@@ -1,7 +1,7 @@
 """`make block-manager-peers`: the block manager against vLLM's KVCacheManager, both in process, on one recorded trace.
 
 Each manager lives in a process of its own (`peers/`), and they take turns, round by round, each round on requests of
-its own and with a new pool, which is full of cached blocks before anything is timed. Without an environment that has
+its own and with a new pool, which is full of cached blocks before anything is timed. Times are CPU time. Without an environment that has
 vLLM it is left out, with a word; `make vllm-venv` makes one.
 
     python -m benchmarks.block_manager_peers --vllm-python build/vllm-venv/bin/python && python -m benchmarks.tables
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--vllm-python", type=Path, default=Path("build/vllm-venv/bin/python"))
     parser.add_argument("--blocks", type=int, nargs="+", default=[10_000, 100_000])
     parser.add_argument("--shared", type=float, nargs="+", default=[0.0, 0.9], help="shares of prompts in common")
-    parser.add_argument("--requests", type=int, default=2000, help="timed ones of a round")
+    parser.add_argument("--requests", type=int, default=1000, help="timed ones of a round")
     parser.add_argument("--look-ups", type=int, default=20, help="of the long prompt, in a round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="where the figures go, instead of benchmarks/results")

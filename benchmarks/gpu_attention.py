@@ -8,19 +8,17 @@ TFLOP/s (a causal chunk: half of the square), against the rate of a matrix produ
     python -m benchmarks.gpu_attention --json benchmarks/results/gpu_attention.json
 """
 
-import argparse
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.gpu_timing import machine, median_seconds, write_results
+from benchmarks.gpu_timing import machine, median_seconds, parse_arguments, write_results
 from kernels.paged_attention import paged_attention
 
 BLOCK = 16
@@ -214,10 +212,7 @@ def line_of(row: dict[str, Any], limits: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args(argv)
+    arguments = parse_arguments(__doc__ or "", argv)
     limits = machine(arguments.device)
     print(f"{limits['device']}: copy {limits['copy_gb_s']:.0f} GB/s, bf16 {limits['matrix_tflop_s']:.0f} TFLOP/s")
     print(f"{'':50s} {' '.join(f'{name:>8s}' for name in ('octavo', *OTHERS))}")

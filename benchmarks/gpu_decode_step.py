@@ -6,17 +6,15 @@ all weights but the embedding once, and every row's keys and values once, at the
     python -m benchmarks.gpu_decode_step --json benchmarks/results/gpu_decode_step.json
 """
 
-import argparse
 import gc
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.gpu_timing import machine, median_seconds, write_results
+from benchmarks.gpu_timing import machine, median_seconds, parse_arguments, write_results
 from executor.arena import Arena, KvGeometry, private_arena
 from executor.attention_triton import TritonAttention
 from executor.batch import Batch, pack_batch
@@ -139,10 +137,7 @@ def line_of(size: str, row: dict[str, Any], limits: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args(argv)
+    arguments = parse_arguments(__doc__ or "", argv)
     limits = machine(arguments.device)
     print(f"{limits['device']}: copy {limits['copy_gb_s']:.0f} GB/s")
     found: dict[str, list[dict[str, Any]]] = {}

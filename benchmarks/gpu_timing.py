@@ -3,6 +3,7 @@
 Every figure is on random data. A run is repeated over several sets of inputs where they would stay in the cache.
 """
 
+import argparse
 import itertools
 import json
 import os
@@ -58,6 +59,14 @@ def matrix_operations_per_second(device: str, size: int = 8192) -> float:
     """Of a bf16 product of square matrices by the framework's library."""
     left, right = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in "lr")
     return 2 * size**3 / median_seconds(lambda: left @ right)
+
+
+def parse_arguments(docstring: str, argv: list[str] | None) -> argparse.Namespace:
+    """`device`, and where the JSON goes: `json`, or None. The first line of the docstring is the help."""
+    parser = argparse.ArgumentParser(description=docstring.partition("\n")[0])
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--json", type=Path, help="where the figures go; without it they are only printed")
+    return parser.parse_args(argv)
 
 
 def machine(device: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def peers_table(document: dict[str, Any]) -> str:
 
 
 def managers_table(document: dict[str, Any]) -> str:
-    """What the operations of block managers cost, p50 / p99.9 in microseconds, and the ratio of p50 to vLLM's."""
+    """What the operations of block managers cost, p50 / p99.9 in CPU microseconds, and the ratio of p50 to vLLM's."""
     names = ["manager", "blocks", "prompts in common", *OPERATIONS.values()]
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for row in document["rows"]:

@@ -51,6 +51,7 @@ class Kill:
     """What one cost."""
 
     ready_s: float
+    start_cpu_s: float  # of the new server
     waits_s: list[float]
     num_lost: int
     num_lost_tokens: int
@@ -70,10 +71,10 @@ def kill_engines(python: Path, folder: str, dtype: str, num_kills: int) -> tuple
             killed = asyncio.run(_kill_under(server, streams))
             stack.close()
             server = stack.enter_context(vllm_serving(python, folder, dtype))
-            ready_s = time.monotonic() - killed
+            ready_s, start_cpu_s = time.monotonic() - killed, server.cpu_seconds()
             broken = [stream for stream in streams if not stream.is_whole]
             waits_s = asyncio.run(_ask_again(server, broken, killed))
-            found.append(Kill(ready_s, waits_s, len(broken), sum(len(stream.times) for stream in broken)))
+            found.append(Kill(ready_s, start_cpu_s, waits_s, len(broken), sum(len(stream.times) for stream in broken)))
             print(found[-1], flush=True)
         return server.version, found
 
@@ -88,6 +89,7 @@ def row_of(version: str, found: list[Kill]) -> dict[str, Any]:
         "streams": len(PROMPTS),
         "wait_p50_s": statistics.median(waits_s),
         "wait_max_s": max(waits_s),
+        "start_cpu_p50_s": statistics.median(kill.start_cpu_s for kill in found),
         "ready_p50_s": statistics.median(kill.ready_s for kill in found),
         "recomputed_tokens": sum(kill.num_lost_tokens for kill in found),
         "answers": len(found) * len(PROMPTS) - num_lost,

@@ -40,12 +40,16 @@ class VllmServer:
     def measure(self, load: Load) -> PeerFigures:
         """All asks at once: a load whose streams are as many as its asks."""
         assert load.max_streams >= len(load.asks)
-        cpu_s = _cpu_seconds_below(self.pid)
+        cpu_s = self.cpu_seconds()
         wall_s, answers = asyncio.run(self._run(load.asks))
         gaps = [after - before for times in answers for before, after in itertools.pairwise(times)]
         num_generated = sum(ask.num_generated for ask in load.asks)
-        cpu_s = _cpu_seconds_below(self.pid) - cpu_s
+        cpu_s = self.cpu_seconds() - cpu_s
         return figures_of(num_generated, wall_s, cpu_s, [times[0] for times in answers], gaps)
+
+    def cpu_seconds(self) -> float:
+        """Of the server and all that it started, since they began."""
+        return _cpu_seconds_below(self.pid)
 
     async def _run(self, asks: list[Ask]) -> tuple[float, list[list[float]]]:
         """Wall seconds, and when tokens of each answer came, from the begin."""
