@@ -67,7 +67,7 @@ class Variant:
     def _run(self, slots: np.ndarray, count: int) -> None:
         counts = np.full(len(slots), count)
         batch = pack_batch(self.table, slots, self.table.rows["computed"][slots], counts, self.size)
-        output = self.runner.run(NO_INTS, NO_INTS, batch)
+        output = self.runner.begin(NO_INTS, NO_INTS, batch).take()
         assert output.finite.all()
         self.table.advance(slots, counts)
         self.table.append(slots, output.token_ids)

@@ -26,9 +26,10 @@ from executor.loading import LoadedModel, load
 from executor.logits.constraint import ConstraintMaker
 from executor.metrics import ExecutorMetrics, MeteredRunner, StateCollector
 from executor.model.vocabulary import load_vocabulary
+from executor.pending import StepRunner
 from executor.servicer import MAX_STEPS_IN_FLIGHT, ExecutorServicer, start_executor_server
 from executor.servicer_messages import ExecutorDescription
-from executor.session import Session, StepRunner
+from executor.session import Session
 from executor.session_host import SessionHost
 from executor.sessions import SessionStore
 from executor.step_check import StepLimits

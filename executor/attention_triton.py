@@ -7,11 +7,11 @@ Not here: kernels and how they are launched.
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from executor.attention import KvViews, LayerAttention
 from executor.batch import AttentionBatch
+from executor.cuda.transfer import uploader
 from executor.step import Ints
 from kernels.block_copy import block_copy
 from kernels.interpreter import speed_up_interpreter
@@ -53,13 +53,12 @@ class DeviceRows:
 
 def _read_rows(batch: AttentionBatch, views: tuple[KvViews, ...]) -> DeviceRows:
     """The batch lies on the host, where the bounds of its lengths are read without waiting for a device."""
-    device, block_size = views[0].k.device, views[0].k.shape[2]
-    slots = batch.write_blocks * block_size + batch.write_offsets
+    upload, block_size = uploader(views[0].k.device), views[0].k.shape[2]
     return DeviceRows(
-        query_start=batch.query_starts.to(device, torch.int32, non_blocking=True),
-        kv_lens=batch.context_lengths.to(device, torch.int32, non_blocking=True),
-        tables=batch.tables.to(device, torch.int32, non_blocking=True),
-        slots=slots.to(device, non_blocking=True),
+        query_start=upload(batch.query_starts.int()),
+        kv_lens=upload(batch.context_lengths.int()),
+        tables=upload(batch.tables.int()),
+        slots=upload(batch.write_blocks * block_size + batch.write_offsets),
         max_query_len=int(batch.query_starts.diff().max()),
         max_kv_len=int(batch.context_lengths.max()),
     )

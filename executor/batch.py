@@ -56,10 +56,18 @@ class PromptScores(ScoredTokens):
 
 
 @dataclass(frozen=True, slots=True)
+class FedTokens:
+    """Input tokens that the step before draws, and that the host does not know yet."""
+
+    tokens: Tensor  # [num_fed] int64, index in input_ids
+    draws: Tensor  # [num_fed] int64, sampling row of the step before
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """The input of one forward pass."""
 
-    input_ids: Tensor  # [num_tokens] int64
+    input_ids: Tensor  # [num_tokens] int64, UNKNOWN where `fed`
     positions: Tensor  # [num_tokens] int64
     attention: AttentionBatch
     # A row that draws several tokens is as many sampling rows, behind each other.
@@ -69,6 +77,7 @@ class Batch:
     sample_scores: ScoredTokens | None  # rows: sampling rows; None: no row asks
     prompt_scores: PromptScores | None  # rows: batch rows; None: no row asks
     candidates: CandidateRows | None = None  # None: every row samples
+    fed: FedTokens | None = None  # None: every input token is known
 
     @property
     def num_tokens(self) -> int:
@@ -114,6 +123,21 @@ def pack_batch(table: SlotTable, slots: Ints, starts: Ints, counts: Ints, block_
         prompt_scores=_pack_prompt_scores(table, slots, starts, counts),
         candidates=_pack_candidates(table, sampled),
     )
+
+
+def pack_fed(slots: Ints, counts: Ints, drawn_slots: Ints) -> FedTokens | None:
+    """Rows of a batch that go on with the first token that the step before draws for them; None: there are none.
+
+    Args:
+        slots, counts: [num_rows], as of `pack_batch`; a row that goes on runs one token.
+        drawn_slots: [num_draws], sampling row of the step before -> slot; those of a slot lie behind each other.
+    """
+    drawn, first_draws = np.unique(drawn_slots, return_index=True)
+    rows = np.flatnonzero(np.isin(slots, drawn))
+    if not rows.size:
+        return None
+    draws = first_draws[np.searchsorted(drawn, slots[rows])]
+    return FedTokens(torch.from_numpy(np.cumsum(counts)[rows] - 1), torch.from_numpy(draws))
 
 
 def sampling_rows(table: SlotTable, slots: Ints, starts: Ints, counts: Ints) -> Ints:

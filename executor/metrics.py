@@ -1,13 +1,15 @@
 """The executor's metrics, in a registry of their own. Gauges are read from the state at each scrape."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from executor.batch import Batch
-from executor.session import StepRunner
+from executor.pending import PendingOutput, StepRunner
 from executor.step import Ints, StepError, StepOutput
 from octavo.metrics import ITERATION_TOKENS, STEP_TIME_SECONDS
 
@@ -40,9 +42,14 @@ class ExecutorMetrics:
         self._tokens.observe(num_tokens)
         self._seconds.observe(seconds)
 
-    def failed(self, reason: str) -> None:
-        """A step did not."""
-        self._failures.labels(self._model_name, reason).inc()
+    @contextmanager
+    def failures_counted(self) -> Iterator[None]:
+        """Count the step that fails here."""
+        try:
+            yield
+        except StepError as error:
+            self._failures.labels(self._model_name, error.reason).inc()
+            raise
 
 
 class MeteredRunner:
@@ -52,15 +59,36 @@ class MeteredRunner:
         self._runner = runner
         self._metrics = metrics
 
-    def run(self, copy_sources: Ints, copy_targets: Ints, batch: Batch | None) -> StepOutput:
-        """See `Runner.run`."""
-        try:
-            output = self._runner.run(copy_sources, copy_targets, batch)
-        except StepError as error:
-            self._metrics.failed(error.reason)
-            raise
-        if batch is not None:
-            self._metrics.ran(batch.num_tokens, output.execute_microseconds / 1e6)
+    def begin(
+        self, copy_sources: Ints, copy_targets: Ints, batch: Batch | None, before: PendingOutput | None = None
+    ) -> PendingOutput:
+        """See `StepRunner`."""
+        inner = before.inner if isinstance(before, _MeteredOutput) else before
+        with self._metrics.failures_counted():
+            output = self._runner.begin(copy_sources, copy_targets, batch, inner)
+        return _MeteredOutput(output, batch.num_tokens if batch is not None else None, self._metrics)
+
+
+@dataclass(frozen=True, slots=True)
+class _MeteredOutput:
+    """Counts a step when its output is taken."""
+
+    inner: PendingOutput
+    num_tokens: int | None  # None: no row ran
+    metrics: ExecutorMetrics
+
+    @property
+    def is_done(self) -> bool:
+        return self.inner.is_done
+
+    def wait(self) -> None:
+        self.inner.wait()
+
+    def take(self) -> StepOutput:
+        with self.metrics.failures_counted():
+            output = self.inner.take()
+        if self.num_tokens is not None:
+            self.metrics.ran(self.num_tokens, output.execute_microseconds / 1e6)
         return output
 
 

@@ -4,7 +4,8 @@ Holds no state of rows or sessions. Runs in the worker's thread alone.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +19,7 @@ from executor.logits.adjust import adjust
 from executor.logits.candidates import find_candidates, normalize, scored_tokens
 from executor.logits.score import token_logprobs
 from executor.model.served import ServedModel
+from executor.pending import DoneOutput, PendingOutput
 from executor.sampler import sample
 from executor.step import MODEL_ERROR, NO_INTS, OUT_OF_MEMORY, Ints, StepError, StepOutput
 from octavo.errors import OctavoError
@@ -43,30 +45,26 @@ class Runner:
         self._clock = clock
         self._wall_clock = wall_clock
 
-    def run(self, copy_sources: Ints, copy_targets: Ints, batch: Batch | None) -> StepOutput:
-        """Copy blocks, then compute and sample.
-
-        Args:
-            copy_sources, copy_targets: [num_copies] block ids.
-            batch: None where no row runs.
+    def begin(
+        self, copy_sources: Ints, copy_targets: Ints, batch: Batch | None, before: PendingOutput | None = None
+    ) -> PendingOutput:
+        """See `StepRunner`. Computed at once, so that every input token is known, and `before` not looked at.
 
         Raises:
-            StepError: OUT_OF_MEMORY or MODEL_ERROR; KV was written only where the batch may write.
+            StepError: OUT_OF_MEMORY or MODEL_ERROR.
         """
         began, began_unix = self._clock(), self._wall_clock()
-        try:
-            with torch.inference_mode():
-                if copy_sources.size:
-                    self._attention.copy_blocks(self._arena.blocks, copy_sources, copy_targets)
-                output = self._compute(batch) if batch is not None else NOTHING
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            raise StepError(OUT_OF_MEMORY, f"no memory for a step: {error}; send fewer tokens in one step") from error
-        except Exception as error:
-            raise _step_error(error) from error
+        with step_errors(), torch.inference_mode():
+            self._copy(copy_sources, copy_targets)
+            output = self._compute(batch) if batch is not None else NOTHING
         execute_microseconds = round((self._clock() - began) * 1e6)
-        return replace(
-            output, execute_microseconds=execute_microseconds, began_unix_microseconds=round(began_unix * 1e6)
+        return DoneOutput(
+            replace(output, execute_microseconds=execute_microseconds, began_unix_microseconds=round(began_unix * 1e6))
         )
+
+    def _copy(self, sources: Ints, targets: Ints) -> None:
+        if sources.size:
+            self._attention.copy_blocks(self._arena.blocks, sources, targets)
 
     def _compute(self, batch: Batch) -> StepOutput:
         attention = self._attention.prepare(batch.attention, self._arena.views)
@@ -78,6 +76,19 @@ class Runner:
             return output
         prompt = token_logprobs(logits[num_sampling:], scores.rows, scores.token_ids, scores.num_top)
         return replace(output, prompt_logprobs=prompt)
+
+
+@contextmanager
+def step_errors() -> Iterator[None]:
+    """What torch raises here, as StepError: OUT_OF_MEMORY or MODEL_ERROR."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise StepError(OUT_OF_MEMORY, f"no memory for a step: {error}; send fewer tokens in one step") from error
+    except StepError:
+        raise
+    except Exception as error:
+        raise _step_error(error) from error
 
 
 def _sample(logits: Tensor, batch: Batch) -> StepOutput:

@@ -4,46 +4,34 @@
     step_id == last applied + 1        runs; StepFailed leaves everything as it was, the step id too
     step_id >  last applied + 1        StepGap
 
-A step that fails uses up no id: the steps behind it that were already sent are answered with StepGap. Synchronous;
-no clock and no transport. Not here: which router owns the session and for how long (`sessions`).
+A step that fails uses up no id: the steps behind it that were already sent are answered with StepGap.
+
+A step has a beginning and an end. On a device that computes by itself the next one begins before the tokens of the one
+before are seen here, and its rows go on with what lies on the device:
+
+    begin N | begin N+1 | finish N | begin N+2 | finish N+1 ...
+
+Synchronous; no clock and no transport. Not here: which router owns the session and for how long (`sessions`), when the
+end of a step is looked for (`session_host`).
 """
 
-from typing import Protocol
+from dataclasses import replace
 
 import numpy as np
 
-from executor.batch import Batch, pack_batch, sampling_rows
+from executor.batch import Batch, FedTokens, pack_batch, pack_fed, sampling_rows
+from executor.begun import BegunStep
 from executor.ids import SessionId, StepId
 from executor.logits.constraint import MakeConstraint, no_constraint
+from executor.pending import StepRunner
 from executor.slots import SlotTable
-from executor.step import (
-    CONSTRAINT_FAILED,
-    LOGITS_NOT_FINITE,
-    Bools,
-    Candidates,
-    Ints,
-    RowFailure,
-    Step,
-    StepError,
-    StepFailed,
-    StepGap,
-    StepOutcome,
-    StepOutput,
-    StepResult,
-    TokenLogprobs,
-    invalid_step,
-)
+from executor.step import Ints, Step, StepError, StepFailed, StepGap, StepOutcome, StepResult, invalid_step
 from executor.step_check import StepLimits, check_step, check_writes, written_blocks
 
 # A router that acknowledges nothing must not fill this process's memory.
 MAX_STORED_RESULTS = 64
-
-
-class StepRunner(Protocol):
-    """What computes a batch. Raises StepError."""
-
-    def run(self, copy_sources: Ints, copy_targets: Ints, batch: Batch | None) -> StepOutput:
-        """See `Runner.run`."""
+# Of which the tokens of the last may be unknown: two steps are what a router sends without an answer.
+MAX_BEGUN_STEPS = 2
 
 
 class Session:
@@ -63,6 +51,7 @@ class Session:
         self._limits = limits
         self._runner = runner
         self._results: dict[StepId, StepResult] = {}
+        self._begun: list[BegunStep] = []  # in order; the oldest is step last_applied_step + 1
 
     @property
     def num_rows(self) -> int:
@@ -80,41 +69,94 @@ class Session:
             del self._results[old]
 
     def process(self, step: Step) -> StepOutcome:
-        """Run the step, or say why not. Never raises for what a router or the model did."""
+        """Begin the step and finish it. Never raises for what a router or the model did."""
+        begun = self.begin(step)
+        return self.finish(begun) if isinstance(begun, BegunStep) else begun
+
+    def begin(self, step: Step) -> BegunStep | StepOutcome:
+        """Give the step to the runner, or say why not; where it is computed at once, its outcome.
+
+        A step that cannot begin behind another, for whatever reason, begins anew once that one is finished.
+        """
+        while len(self._begun) >= MAX_BEGUN_STEPS:
+            self._finish_oldest()
+        if self._begun and step.step_id == self._next_id and self._begun[-1].is_followed_by(step):
+            try:
+                return self._begin(step)
+            except StepError:
+                pass
+        self.settle()
         if step.step_id <= self.last_applied_step:
             return self._results.get(step.step_id) or StepGap(self.last_applied_step)
-        if step.step_id > self.last_applied_step + 1:
+        if step.step_id > self._next_id:
             return StepGap(self.last_applied_step)
         try:
-            result = self._run(step)
+            begun = self._begin(step)
         except StepError as error:
             return StepFailed(step.step_id, error.reason, error.message)
-        self.last_applied_step = step.step_id
-        self.acknowledge(step.acknowledged_step)
-        self._results[step.step_id] = result
-        return result
+        return self.finish(begun) if begun.output.is_done else begun
 
-    def _run(self, step: Step) -> StepResult:
+    def finish(self, begun: BegunStep) -> StepOutcome:
+        """The outcome of a step that was begun, waited for, and of those before it. Never raises for what they did."""
+        while begun.outcome is None:
+            self._finish_oldest()
+        return begun.outcome
+
+    def settle(self) -> None:
+        """Finish every step that was begun."""
+        while self._begun:
+            self._finish_oldest()
+
+    @property
+    def _next_id(self) -> int:
+        return self.last_applied_step + len(self._begun) + 1
+
+    def _begin(self, step: Step) -> BegunStep:
         self._check(step)
         before = self._table.apply(step)
         try:
-            live = ~self._table.rows["failed"][step.slots]  # [num_rows]
-            slots, starts, counts = step.slots[live], step.start_positions[live], step.num_tokens[live]
-            sampling = sampling_rows(self._table, slots, starts, counts)
-            output = self._runner.run(step.copy_sources, step.copy_targets, self._pack(slots, starts, counts))
+            dropped = self._table.rows["failed"][step.slots]  # [num_rows]
+            rows = np.flatnonzero(~dropped)
+            slots, starts, counts = step.slots[rows], step.start_positions[rows], step.num_tokens[rows]
+            draws = sampling_rows(self._table, slots, starts, counts)
+            ahead = self._begun[-1] if self._begun else None
+            batch = self._pack(slots, starts, counts, pack_fed(slots, counts, ahead.drawn_slots) if ahead else None)
+            output = self._runner.begin(step.copy_sources, step.copy_targets, batch, ahead.output if ahead else None)
         except BaseException:
             self._table.restore(before)
             raise
         self._table.advance(slots, counts)
-        sampled = slots[sampling]
-        draws = self._table.rows["num_candidates"][sampled] == 0
-        first = output.finite & draws & (np.diff(sampling, prepend=-1) > 0)  # the row goes on with its first draw
-        self._table.append(sampled[first], output.token_ids[first])
-        self._table.fail(sampled[~output.finite])
-        return self._result(step, np.flatnonzero(live), sampling, output)
+        takes = self._table.rows["num_candidates"][slots[draws]] == 0
+        self._table.expect(np.unique(slots[draws][takes]))
+        rules = {slot: self._table.rules[slot] for slot in step.slots.tolist() if slot in self._table.rules}
+        begun = BegunStep(step, before, rows, starts + counts, draws, takes, rules, dropped, output)
+        self._begun.append(begun)
+        return begun
+
+    def _finish_oldest(self) -> None:
+        begun = self._begun.pop(0)
+        try:
+            output = begun.output.take()
+        except StepError as error:
+            self._take_back(begun)
+            begun.outcome = StepFailed(begun.step.step_id, error.reason, error.message)
+            return
+        begun.outcome = result = begun.settle(self._table, output, self._begun)
+        self.last_applied_step = begun.step.step_id
+        self.acknowledge(begun.step.acknowledged_step)
+        self._results[begun.step.step_id] = result
+
+    def _take_back(self, begun: BegunStep) -> None:
+        """With the steps behind it, which write nothing any more when this is known."""
+        for later in reversed(self._begun):
+            later.output.wait()
+            self._table.restore(later.before)
+            later.outcome = StepGap(self.last_applied_step)
+        self._begun.clear()
+        self._table.restore(begun.before)
 
     def _check(self, step: Step) -> None:
-        held = sum(stored > step.acknowledged_step for stored in self._results)
+        held = sum(stored > step.acknowledged_step for stored in self._results) + len(self._begun)
         if step.acknowledged_step > self.last_applied_step:
             raise invalid_step(
                 f"acknowledged_step: {step.acknowledged_step}, but step {self.last_applied_step} is the last that ran"
@@ -123,43 +165,9 @@ class Session:
             raise invalid_step(f"acknowledged_step: {held} results are kept; acknowledge them first")
         check_step(step, self._table, self._limits)
 
-    def _pack(self, slots: Ints, starts: Ints, counts: Ints) -> Batch | None:
+    def _pack(self, slots: Ints, starts: Ints, counts: Ints, fed: FedTokens | None) -> Batch | None:
         if not slots.size:
             return None
         check_writes(written_blocks(slots, starts, counts, self._table, self._limits.block_size))
-        return pack_batch(self._table, slots, starts, counts, self._limits.block_size)
-
-    def _result(self, step: Step, rows: Ints, draws: Ints, output: StepOutput) -> StepResult:
-        """rows: [num_live] -> row of the step; draws: [num_sampling] -> live row."""
-        sampling = rows[draws]  # [num_sampling] -> row of the step
-        drawn = output.finite & (self._table.rows["num_candidates"][step.slots[sampling]] == 0)
-        num_sampled = np.bincount(sampling[drawn], minlength=len(step.slots))
-        failed = np.flatnonzero(self._table.rows["failed"][step.slots])
-        failures = tuple(self._failure(row, int(step.slots[row])) for row in failed.tolist())
-        return StepResult(
-            step.step_id,
-            num_sampled,
-            output.token_ids[drawn],
-            failures,
-            output.execute_microseconds,
-            output.began_unix_microseconds,
-            sampled_logprobs=_logprobs(output.sampled_logprobs, sampling, output.finite),
-            prompt_logprobs=_logprobs(output.prompt_logprobs, rows, np.ones(len(rows), dtype=np.bool_)),
-            candidates=_candidates(output.candidates, sampling, output.finite),
-        )
-
-    def _failure(self, row: int, slot: int) -> RowFailure:
-        rules = self._table.rules.get(slot)
-        if rules is not None and rules.constraint is not None and rules.constraint.error:
-            return RowFailure(row, CONSTRAINT_FAILED, f"slot {slot}: {rules.constraint.error}")
-        return RowFailure(row, LOGITS_NOT_FINITE, f"slot {slot}: its logits hold NaN or infinity")
-
-
-def _candidates(found: Candidates | None, rows: Ints, good: Bools) -> Candidates | None:
-    """As `_logprobs`."""
-    return found.kept(good[found.rows], rows) if found is not None else None
-
-
-def _logprobs(found: TokenLogprobs | None, rows: Ints, good: Bools) -> TokenLogprobs | None:
-    """rows: the device's rows -> rows of the step; good: which of the device's rows count."""
-    return found.kept(good[found.rows], rows) if found is not None else None
+        batch = pack_batch(self._table, slots, starts, counts, self._limits.block_size)
+        return replace(batch, fed=fed) if fed is not None else batch

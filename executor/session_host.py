@@ -1,16 +1,18 @@
 """Sessions in a running process: the one thread that steps run in, the clock, and the cache service kept informed.
 
-Everything that touches a session goes through one thread in order of arrival, so a step sees the end of every earlier
-one and the event loop never waits for the model. Not here: gRPC, and what a session is.
+Everything that touches a session goes through one thread in order of arrival, and the event loop never waits for the
+model. Where steps are computed by a device, a second thread waits for it and does nothing else, so that the first can
+begin the next step meanwhile. Not here: gRPC, and what a session is.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
+from executor.begun import BegunStep
 from executor.ids import SessionId, StepId
 from executor.sessions import Opened, Opening, SessionStore
 from executor.step import Step, StepOutcome
@@ -62,6 +64,7 @@ class SessionHost:
         self._on_authority_lost = on_authority_lost
         self._clock = clock
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="steps")
+        self._waiting = ThreadPoolExecutor(max_workers=1, thread_name_prefix="results")
         self._on_idle = on_idle
         self._unreported: set[SessionId] = set()
         self._streams: set[Callable[[], None]] = set()
@@ -85,8 +88,10 @@ class SessionHost:
         return opened
 
     def process(self, opened: Opened, step: Step) -> "asyncio.Future[StepOutcome]":
-        """Queue a step; its outcome comes when it has run. The future raises as `SessionStore.process`."""
-        return self._run(self._store.process, opened, step)
+        """Queue a step; its outcome comes when it has run. The future raises as `SessionStore.begin`."""
+        answer: Future[StepOutcome] = Future()
+        self._thread.submit(self._begin, opened, step, answer)
+        return asyncio.wrap_future(answer)
 
     def acknowledge(self, opened: Opened, step_id: StepId) -> "asyncio.Future[None]":
         """Queue an acknowledgement behind the steps before it."""
@@ -154,7 +159,31 @@ class SessionHost:
                 await self._report_ended()
         except (OctavoError, TimeoutError) as error:
             log.info("sessions not reported closed (the end of this process says it too): %s", error)
+        self._waiting.shutdown(wait=True)  # what it waits for comes back to the other thread
         self._thread.shutdown(wait=True)
+
+    def _begin(self, opened: Opened, step: Step, answer: "Future[StepOutcome]") -> None:
+        if not answer.set_running_or_notify_cancel():  # whoever asked has gone
+            return
+        try:
+            begun = self._store.begin(opened, step)
+        except BaseException as error:
+            answer.set_exception(error)
+            return
+        if isinstance(begun, BegunStep):
+            self._waiting.submit(self._wait, opened, begun, answer)
+        else:
+            answer.set_result(begun)
+
+    def _wait(self, opened: Opened, begun: BegunStep, answer: "Future[StepOutcome]") -> None:
+        begun.output.wait()
+        self._thread.submit(self._finish, opened, begun, answer)
+
+    def _finish(self, opened: Opened, begun: BegunStep, answer: "Future[StepOutcome]") -> None:
+        try:
+            answer.set_result(self._store.finish(opened, begun))
+        except BaseException as error:
+            answer.set_exception(error)
 
     async def _end_orphans(self) -> None:
         orphans = await self._authority.orphaned_sessions()

@@ -12,6 +12,7 @@ reader has reported it to the cache service, which frees blocks by it.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from executor.begun import BegunStep
 from executor.ids import Attachment, RouterEpoch, RouterId, SessionId, StepId
 from executor.session import Session
 from executor.step import Step, StepOutcome
@@ -105,17 +106,27 @@ class SessionStore:
         self._last_attachment += 1
         held.attachment = Attachment(self._last_attachment)
         held.disconnected_at_s = None
+        held.session.settle()  # the router is told of every step that was begun
         held.session.acknowledge(opening.last_seen_step)
         session = held.session
         return Opened(opening.router_id, session.session_id, held.attachment, not continues, session.last_applied_step)
 
-    def process(self, opened: Opened, step: Step) -> StepOutcome:
-        """Run a step of a connection.
+    def begin(self, opened: Opened, step: Step) -> BegunStep | StepOutcome:
+        """Begin a step of a connection; see `Session.begin`.
 
         Raises:
             OctavoError: ABORTED (SESSION_SUPERSEDED), another connection took the session, or it ended.
         """
-        return self._of(opened).session.process(step)
+        return self._of(opened).session.begin(step)
+
+    def finish(self, opened: Opened, begun: BegunStep) -> StepOutcome:
+        """The outcome of a step that was begun, waited for. The end of a session finishes its steps."""
+        return begun.outcome or self._of(opened).session.finish(begun)
+
+    def process(self, opened: Opened, step: Step) -> StepOutcome:
+        """Begin a step and finish it. Raises as `begin`."""
+        begun = self.begin(opened, step)
+        return self.finish(opened, begun) if isinstance(begun, BegunStep) else begun
 
     def acknowledge(self, opened: Opened, step_id: StepId) -> None:
         """Drop the results up to step_id. Raises as `process`."""
@@ -179,7 +190,9 @@ class SessionStore:
         return held
 
     def _end(self, router_id: RouterId) -> None:
-        self._ended.append(self._held.pop(router_id).session.session_id)
+        session = self._held.pop(router_id).session
+        session.settle()  # its blocks go to others once the end is reported
+        self._ended.append(session.session_id)
 
 
 def _check_opening(opening: Opening, held: _Held | None) -> None:

@@ -37,6 +37,8 @@ ROW = np.dtype([
 ])
 # fmt: on
 
+UNKNOWN = -1  # in a history: a token that is drawn and that the host has not seen; no vocabulary has it
+
 _INITIAL_TOKENS = 256
 _INITIAL_BLOCKS = 16
 
@@ -53,6 +55,12 @@ class Snapshot:
     slots: Ints  # [num_started]
     history: npt.NDArray[np.int32]  # [num_started, token capacity]
     tables: npt.NDArray[np.int32]  # [num_started, block capacity]
+
+
+def stand_still(rows: npt.NDArray[np.void], slots: Ints, lengths: Ints) -> None:
+    """Rows that run no more, with `lengths` tokens known and computed: they are skipped until they are retired."""
+    rows["failed"][slots] = True
+    rows["length"][slots] = rows["computed"][slots] = lengths
 
 
 class SlotTable:
@@ -100,7 +108,10 @@ class SlotTable:
         return before
 
     def restore(self, before: Snapshot) -> None:
-        """Undo the `apply` that returned `before`; nothing may have come in between."""
+        """Undo the `apply` that returned `before`, and all that came of that step.
+
+        Steps that were applied behind it are undone first.
+        """
         self.rows = before.rows
         self.rules = before.rules
         self.history[before.slots, : before.history.shape[1]] = before.history
@@ -113,19 +124,25 @@ class SlotTable:
     def append(self, slots: Ints, token_ids: Ints) -> None:
         """Append one token to each of some distinct rows, which draw one at a time from now on."""
         lengths = self.rows["length"][slots]
-        if lengths.size:
-            self._reserve_tokens(int(lengths.max()) + 1)
-        self.history[slots, lengths] = token_ids
-        self.rows["length"][slots] = lengths + 1
-        self.rows["num_samples"][slots] = 1
+        self.expect(slots)
+        self.fill(slots, lengths, token_ids)
         if self.rules:
             for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
                 if slot in self.rules:
                     self.rules[slot].append(token_id)
 
-    def fail(self, slots: Ints) -> None:
-        """Rows that run no more: they are skipped until they are retired."""
-        self.rows["failed"][slots] = True
+    def expect(self, slots: Ints) -> None:
+        """One more token of each of some distinct rows, which draw one at a time from now on. `fill` says which."""
+        lengths = self.rows["length"][slots]
+        if lengths.size:
+            self._reserve_tokens(int(lengths.max()) + 1)
+        self.history[slots, lengths] = UNKNOWN
+        self.rows["length"][slots] = lengths + 1
+        self.rows["num_samples"][slots] = 1
+
+    def fill(self, slots: Ints, positions: Ints, token_ids: Ints) -> None:
+        """What was drawn for the places that `expect` made. Rules are told by their owner."""
+        self.history[slots, positions] = token_ids
 
     def _snapshot(self, slots: Ints) -> Snapshot:
         return Snapshot(self.rows.copy(), dict(self.rules), slots, self.history[slots], self.tables[slots])

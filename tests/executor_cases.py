@@ -9,6 +9,7 @@ from torch import Tensor
 
 from executor.batch import Batch
 from executor.ids import SessionId, StepId
+from executor.pending import DoneOutput
 from executor.runner import Runner
 from executor.session import Session
 from executor.step import BlockTable, Ints, RowSampling, RowStart, Step, StepError, StepOutput
@@ -87,7 +88,7 @@ class ScriptedRunner:
         self.not_finite: set[int] = set()  # sampling rows of the next batch
         self.error: StepError | None = None  # of the next batch
 
-    def run(self, copy_sources: Ints, copy_targets: Ints, batch: Batch | None) -> StepOutput:
+    def begin(self, copy_sources: Ints, copy_targets: Ints, batch: Batch | None, before: object = None) -> DoneOutput:
         if self.error is not None:
             error, self.error = self.error, None
             raise error
@@ -96,7 +97,7 @@ class ScriptedRunner:
         tokens = self._answer(batch) if batch is not None else ints()
         finite = np.array([index not in self.not_finite for index in range(len(tokens))], dtype=bool)
         self.not_finite = set()
-        return StepOutput(tokens, finite, 7)
+        return DoneOutput(StepOutput(tokens, finite, 7))
 
 
 def scripted_session(runner: ScriptedRunner | None = None, max_rows: int = 8) -> Session:

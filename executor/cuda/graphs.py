@@ -93,11 +93,17 @@ class DecodeGraphs:
         num_rows = len(batch.attention.context_lengths)
         return bool(self._sizes) and batch.num_tokens == num_rows <= self._sizes[-1]
 
-    def run(self, batch: Batch) -> Tensor:
-        """The logits of the batch's rows: [num_rows, vocabulary_size] float32, until the next run."""
+    def run(self, batch: Batch, fed: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """The logits of the batch's rows: [num_rows, vocabulary_size] float32, until the next run.
+
+        Args:
+            fed: on the device, both [num_fed] int64: rows whose input is none of the batch's, and what it is.
+        """
         num_rows = batch.num_tokens
         size = self._sizes[bisect.bisect_left(self._sizes, num_rows)]
         self._fill(batch, num_rows, size)
+        if fed is not None:
+            self._memory.ids.index_copy_(0, *fed)
         self._replays[size]()
         return self._memory.logits[:num_rows]
 

@@ -1,7 +1,7 @@
 """From logits on a device to token ids, by the fused kernel, with rules applied before it and nothing waited for.
 
-The kernel draws what `executor.sampler` draws: the same filters, the same noise, by its own arithmetic.
-Log-probabilities are computed on the host, from the rows that ask for them. Not here: which rows sample.
+The kernel draws what `executor.sampler` draws: the same filters, the same noise, by its own arithmetic. Not here:
+which rows sample, and how what was drawn comes to the host (pending).
 """
 
 from dataclasses import fields, replace
@@ -10,43 +10,21 @@ import torch
 from torch import Tensor
 
 from executor.batch import Batch
-from executor.cuda.transfer import Download, Upload
+from executor.cuda.transfer import Upload
 from executor.logits.adjust import Adjustments, adjust
-from executor.logits.candidates import find_candidates, normalize, scored_tokens
+from executor.logits.candidates import normalize
 from executor.sampler import SamplingBatch
-from executor.step import StepOutput
 from kernels.sampling import sample
 
 
-class PendingSamples:
-    """Token ids that are being computed and copied."""
+def start_sampling(logits: Tensor, batch: Batch, upload: Upload) -> list[Tensor]:
+    """Sample one token per row of logits, [num_sampling, vocabulary_size] float32, which are overwritten.
 
-    def __init__(
-        self, token_ids: Tensor, finite: Tensor, unchanged: Tensor | None, scores: Tensor | None, batch: Batch
-    ) -> None:
-        """Take what is to be copied.
-
-        Args:
-            unchanged: [num_scored, vocabulary_size], the logits of rows that ask for log-probabilities.
-            scores: [num_rows, vocabulary_size], of the rows that answer with candidates.
-        """
-        self._download = Download([each for each in (token_ids, finite, unchanged, scores) if each is not None])
-        self._batch = batch
-
-    def wait(self) -> StepOutput:
-        """The samples, once they are there."""
-        token_ids, finite, *rest = self._download.wait()
-        output = StepOutput(token_ids.numpy(), finite.numpy(), 0)
-        if (wanted := self._batch.candidates) is not None:
-            output = replace(output, candidates=find_candidates(rest.pop(), wanted))
-        if self._batch.sample_scores is None:
-            return output
-        logprobs = scored_tokens(output.token_ids, rest.pop(), self._batch, output.candidates)
-        return replace(output, sampled_logprobs=logprobs)
-
-
-def start_sampling(logits: Tensor, batch: Batch, upload: Upload) -> PendingSamples:
-    """Sample one token per row of logits, [num_sampling, vocabulary_size] float32, which are overwritten."""
+    Returns:
+        On the device: token ids [num_sampling] int64, each in the vocabulary; finite [num_sampling] bool, whether the
+        row's token counts; where rows ask for log-probabilities, their unchanged logits
+        [num_scored, vocabulary_size] float32; where rows answer with candidates, their scores, of the same form.
+    """
     lowest, highest = logits.aminmax(dim=-1)  # both are NaN in a row with a NaN
     finite = lowest.isfinite() & highest.isfinite()
     logits.masked_fill_(~finite[:, None], 0)  # keeps the arithmetic below defined; the row's token is dropped
@@ -63,7 +41,8 @@ def start_sampling(logits: Tensor, batch: Batch, upload: Upload) -> PendingSampl
             logits.masked_fill_(~alive[:, None], 0)
     token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     sample(token_ids, logits, **_parameters(batch.sampling, upload))
-    return PendingSamples(token_ids, finite, unchanged, logits[beams] if beams is not None else None, batch)
+    scores_of_candidates = logits[beams] if beams is not None else None
+    return [each for each in (token_ids, finite, unchanged, scores_of_candidates) if each is not None]
 
 
 def _parameters(batch: SamplingBatch, upload: Upload) -> dict[str, Tensor]:

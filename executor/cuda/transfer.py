@@ -29,12 +29,12 @@ def uploader(device: torch.device) -> Upload:
 
 
 class Download:
-    """Tensors of a device on their way to pinned memory of the host."""
+    """Tensors of a device on their way to pinned memory of the host; without any, the end of what was launched."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
         """Start the copies behind what the current stream does."""
         self._event: torch.cuda.Event | None = None
-        if tensors[0].device.type == "cpu":
+        if device.type == "cpu":
             self._host = list(tensors)
             return
         self._host = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in tensors]
@@ -43,8 +43,16 @@ class Download:
         self._event = torch.cuda.Event()
         self._event.record()
 
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` returns at once. An error of the device is said by `wait`."""
+        try:
+            return self._event is None or self._event.query()
+        except RuntimeError:
+            return True
+
     def wait(self) -> list[Tensor]:
-        """The tensors on the host."""
+        """The tensors on the host. From any thread, and more than once. Raises RuntimeError for the device's errors."""
         if self._event is not None:
             self._event.synchronize()
         return self._host

@@ -79,6 +79,11 @@ class RowRules:
         other._tail = self._tail.copy()
         return other
 
+    @property
+    def depend_on_answer(self) -> bool:
+        """Whether the row's next token cannot be chosen before the one before it is known."""
+        return self.counts is not None or self.constraint is not None or any(len(each) > 1 for each in self._banned)
+
     def append(self, token_id: int) -> None:
         """The row generated a token."""
         if self.counts is not None:

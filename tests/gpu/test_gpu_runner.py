@@ -64,8 +64,8 @@ def test_an_error_of_the_device_is_told_as_fatal(tmp_path, device):
     assert "the device is lost to this process" in done.stdout, done.stderr
 
 
-def test_a_decode_waits_for_the_device_once(tmp_path, device):
-    """Uploads, sampling and downloads are asynchronous: the wait is for the event behind the samples."""
+def test_a_decode_begins_without_waiting_for_the_device(tmp_path, device):
+    """Uploads, sampling and downloads are asynchronous, and the tokens of the step before stay where they are."""
     model = load_model(resolve_model(str(save_tiny_llama(tmp_path))), "float32")
     model.module.to(device)
     runner = CudaRunner(model, make_arena(model, device), TritonAttention("triton"))
@@ -76,7 +76,9 @@ def test_a_decode_waits_for_the_device_once(tmp_path, device):
     try:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            assert isinstance(session.process(step(4, [(0, 7, 1), (2, 10, 1)])), StepResult)
+            begun = [session.begin(step(4 + number, [(0, 7 + number, 1), (4, 5 + number, 1)])) for number in range(2)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert len(warned) <= 1, [str(each.message) for each in warned]
+    assert not warned, [str(each.message) for each in warned]
+    for each in begun:
+        assert isinstance(each, StepResult) or isinstance(session.finish(each), StepResult)

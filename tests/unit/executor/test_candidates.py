@@ -101,10 +101,10 @@ class FailingRunner(Runner):
 
     fails = False
 
-    def run(self, *arguments):  # type: ignore[no-untyped-def]
+    def begin(self, *arguments):  # type: ignore[no-untyped-def]
         if self.fails:
             raise StepError(MODEL_ERROR, "as the test wants it")
-        return super().run(*arguments)
+        return super().begin(*arguments)
 
 
 def test_a_failed_step_takes_its_appended_tokens_back() -> None:

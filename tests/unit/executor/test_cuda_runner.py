@@ -1,25 +1,29 @@
 """The runner of a GPU without one: its code on a CPU, kernels interpreted, graphs replaced by what they replay."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
+from torch import Tensor
 
 from executor.arena import Arena
 from executor.attention_torch import TorchAttention
 from executor.attention_triton import TritonAttention
 from executor.cuda.graphs import captured_sizes
+from executor.cuda.pending import DeviceClock
 from executor.cuda.place import check_device
 from executor.cuda.runner import CudaRunner
+from executor.cuda.transfer import Download
 from executor.model.forward import CausalModel
 from executor.model.loader import load_model
-from executor.runner import Runner
-from executor.step import LOGITS_NOT_FINITE, StepFailed, StepResult
+from executor.runner import NOTHING, Runner
+from executor.step import LOGITS_NOT_FINITE, StepFailed, StepGap, StepResult, TableExtension
 from octavo.errors import OctavoError
 from octavo.model_source import resolve_model
-from tests.executor_cases import row, step
-from tests.runner_cases import CONTEXT, assert_same, make_arena, serve, session_of
+from tests.executor_cases import ints, row, step
+from tests.runner_cases import CONTEXT, SAMPLINGS, assert_same, make_arena, process_ahead, serve, session_of
 from tests.tiny_models import save_tiny_llama
 
 
@@ -42,6 +46,27 @@ class Recorded:
         return replay
 
 
+class LateDownload(Download):
+    """Copies that have not come before somebody waits for them."""
+
+    events: ClassVar[list[str]] = []
+
+    def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
+        super().__init__([each.clone() for each in tensors], device)
+        self._has_come = False
+        self.events.append("launched")
+
+    @property
+    def is_done(self) -> bool:
+        return self._has_come
+
+    def wait(self) -> list[Tensor]:
+        if not self._has_come:
+            self.events.append("waited")
+        self._has_come = True
+        return super().wait()
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> CausalModel:
     folder = save_tiny_llama(tmp_path_factory.mktemp("model"), num_hidden_layers=1)
@@ -49,7 +74,7 @@ def model(tmp_path_factory) -> CausalModel:
 
 
 def cuda_runner(model: CausalModel, arena: Arena, capture: Recorded, max_rows: int = 6) -> CudaRunner:
-    runner = CudaRunner(model, arena, TritonAttention("triton-interpret"))
+    runner = CudaRunner(model, arena, TritonAttention("triton-interpret"), download=LateDownload)
     runner.capture_graphs(max_rows, CONTEXT, capture)
     return runner
 
@@ -66,6 +91,46 @@ def test_a_step_is_the_plain_runners_step(model):
         written = ~view.k.isnan().all(dim=-1).all(dim=1)  # [num_blocks, block_size]
         assert written[0].tolist() == [True, False, False, False]
         assert not written[21:].any(), "blocks of nobody"
+
+
+AHEAD = [
+    step(1, [(0, 0, 4)], started_rows=(row(0, [7, 8, 9, 10], [1, 2]),)),
+    # A decode whose token only the device knows, beside a prompt: kernel by kernel.
+    step(2, [(1, 0, 3), (0, 4, 1)], started_rows=(row(1, [11, 12, 13], [5], sampling=SAMPLINGS[1]),)),
+    step(3, [(1, 3, 1), (0, 5, 1)], extensions=(TableExtension(0, ints(1), ints(1), ints(6)),)),  # by a graph
+]
+
+
+def test_tokens_stay_on_the_device_between_steps(model):
+    """The next step is launched before a token of the one before was read, and feeds on it all the same."""
+    expected = process_ahead(session_of(Runner(model, make_arena(model), TorchAttention())), AHEAD)
+    capture, LateDownload.events = Recorded(), []
+    runner = cuda_runner(model, make_arena(model), capture, max_rows=2)
+    assert_same(process_ahead(session_of(runner), AHEAD), expected)
+    assert capture.num_replays == 1
+    # Two are under way at most: the third is launched when the first was read, and before the second is.
+    assert LateDownload.events == ["launched", "launched", "waited", "launched", "waited", "waited"]
+
+
+def test_an_error_of_the_device_is_that_of_the_step_it_was_launched_for(model, monkeypatch):
+    class Broken(LateDownload):
+        def wait(self) -> list[Tensor]:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+    runner = CudaRunner(model, make_arena(model), TritonAttention("triton-interpret"), download=Broken)
+    session = session_of(runner)
+    first, second = (session.begin(each) for each in (step(1), step(2)))
+    assert session.finish(first) == StepFailed(1, "MODEL_ERROR", "RuntimeError: CUDA error: unspecified launch failure")
+    assert session.finish(second) == StepGap(0)
+
+
+def test_steps_are_timed_one_behind_the_other():
+    """The second was given to the device at 1 s and began when the first was done, at 5 s."""
+    clock = DeviceClock(lambda: 0.0, lambda: 0.0)
+    first = clock.timed(NOTHING, (0.0, 1000.0), 5.0)
+    second = clock.timed(NOTHING, (1.0, 1001.0), 7.5)
+    assert (first.execute_microseconds, second.execute_microseconds) == (5_000_000, 2_500_000)
+    assert second.began_unix_microseconds == 1_005_000_000
 
 
 def test_graphs_are_captured_from_the_largest_down(model, monkeypatch):

@@ -90,10 +90,10 @@ class GatedRunner(ScriptedRunner):
         self.gate.set()
         self.num_begun = 0
 
-    def run(self, *arguments):
+    def begin(self, *arguments):
         self.num_begun += 1
         assert self.gate.wait(10)
-        return super().run(*arguments)
+        return super().begin(*arguments)
 
 
 @asynccontextmanager

@@ -24,6 +24,7 @@ from cache_service.block import BlockId
 from cache_service.fence import SessionKey as CacheSessionKey
 from cache_service.fence import SessionStep
 from executor.batch import Batch
+from executor.pending import DoneOutput
 from executor.servicer_messages import outcome_response, step_of
 from executor.session import Session
 from executor.sessions import Opened, Opening, SessionStore
@@ -75,13 +76,13 @@ class Memory:
         self.places: dict[tuple[int, int], tuple[int, ...]] = {}
         self.num_computed = 0
 
-    def run(self, copy_sources: Ints, copy_targets: Ints, batch: Batch | None) -> StepOutput:
+    def begin(self, copy_sources: Ints, copy_targets: Ints, batch: Batch | None, before: object = None) -> DoneOutput:
         """As a `StepRunner`: reads all that is before each token, and it must be that token's own history."""
         found = [[self.places.get((source, i)) for i in range(B)] for source in copy_sources.tolist()]
         for target, places in zip(copy_targets.tolist(), found, strict=True):
             self.places |= {(target, i): place for i, place in enumerate(places) if place is not None}
         if batch is None:
-            return StepOutput(np.zeros(0, np.int64), np.zeros(0, bool), 0)
+            return DoneOutput(StepOutput(np.zeros(0, np.int64), np.zeros(0, bool), 0))
         self.num_computed += batch.num_tokens
         histories = {}  # of each token in the batch
         bounds = batch.attention.query_starts.tolist()
@@ -90,7 +91,7 @@ class Memory:
             for index in range(start, end):
                 histories[index] = self._compute(table, int(batch.positions[index]), int(batch.input_ids[index]))
         sampled = [next_token(histories[index]) for index in batch.logits_tokens.tolist()]
-        return StepOutput(np.array(sampled, np.int64), np.ones(len(sampled), bool), 1)
+        return DoneOutput(StepOutput(np.array(sampled, np.int64), np.ones(len(sampled), bool), 1))
 
     def _compute(self, table: list[int], position: int, token: int) -> tuple[int, ...]:
         before = self.places[table[(position - 1) // B], (position - 1) % B] if position else ()
