@@ -1,8 +1,8 @@
 """`make block-manager-peers`: the block manager against vLLM's KVCacheManager, both in process, on one recorded trace.
 
 Each manager lives in a process of its own (`peers/`), and they take turns, round by round, each round on requests of
-its own and with a new pool, which is full of cached blocks before anything is timed. Times are CPU time. Without an environment that has
-vLLM it is left out, with a word; `make vllm-venv` makes one.
+its own and with a new pool, which is full of cached blocks before anything is timed. Times are CPU time. Without an
+environment that has vLLM it is left out, with a word; `make vllm-venv` makes one.
 
     python -m benchmarks.block_manager_peers --vllm-python build/vllm-venv/bin/python && python -m benchmarks.tables
 """
