@@ -23,7 +23,7 @@ from benchmarks.load import measure
 from benchmarks.loads import Load, workload_w
 from benchmarks.peer import has_package, openvino_genai
 from benchmarks.servers import serving
-from benchmarks.vllm_server import dense_folder, vllm_serving
+from benchmarks.vllm_server import dense_folder, fastest_dtype, vllm_serving
 from octavo.model_source import resolve_model
 
 FIGURES = ("output_tokens_per_s", "first_token_p50_ms", "between_tokens_p50_ms", "between_tokens_p99_ms")
@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one run instead of three; figures for a look")
     parser.add_argument("--peers-python", type=Path, default=Path("build/bench-peers-venv/bin/python"))
     parser.add_argument("--vllm-python", type=Path, default=Path("build/vllm-venv/bin/python"))
-    parser.add_argument("--vllm-dtype", default="bfloat16", help="of its weights and its KV: bfloat16 or float32")
+    parser.add_argument("--vllm-dtype", default=fastest_dtype(), help="bfloat16 or float32; without it, the faster one")
     parser.add_argument("--json", type=Path, help="where the JSON goes; without it, results/bench_peers.json")
     parser.add_argument("options", nargs="*", help="more options of octavo serve, behind --")
     arguments = parser.parse_args()

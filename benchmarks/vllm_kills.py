@@ -21,7 +21,7 @@ from benchmarks import results_file
 from benchmarks.kills import PROMPTS
 from benchmarks.peer import has_package
 from benchmarks.servers import children
-from benchmarks.vllm_server import VllmServer, dense_folder, vllm_serving
+from benchmarks.vllm_server import VllmServer, dense_folder, fastest_dtype, vllm_serving
 
 ENGINE = "EngineCore"  # how vLLM names the process that runs the model
 NUM_GENERATED = 400
@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--vllm-python", type=Path, default=Path("build/vllm-venv/bin/python"))
-    parser.add_argument("--vllm-dtype", default="bfloat16", help="of its weights and its KV: bfloat16 or float32")
+    parser.add_argument("--vllm-dtype", default=fastest_dtype(), help="bfloat16 or float32; without it, the faster one")
     parser.add_argument("--json", type=Path, help="where the figures go, instead of benchmarks/results")
     options = parser.parse_args()
     if not has_package(options.vllm_python, "vllm"):

@@ -29,6 +29,11 @@ NAME = "model"  # under which it serves
 OPTIONS = ("--max-model-len=4096", "--max-num-seqs=64", "--max-num-batched-tokens=2048", "--no-enable-prefix-caching")
 
 
+def fastest_dtype() -> str:
+    """Of weights and KV, on this processor: without AVX-512 torch multiplies bfloat16 in a sixth of float32's speed."""
+    return "bfloat16" if "avx512f" in Path("/proc/cpuinfo").read_text() else "float32"
+
+
 @dataclass(frozen=True)
 class VllmServer:
     """A server that answers."""
