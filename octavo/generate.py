@@ -28,6 +28,9 @@ class GenerateConfig(RequestConfig):
     raw: bool = Field(False, description="continue the prompt as it is, instead of answering it as a chat message")
     json_output: bool = Field(False, description="print the whole answer as one JSON object when it is complete")
     n: int | None = Field(None, description="answers; more than one needs --json-output")
+    beam_width: int | None = Field(None, description="search with as many beams for the likeliest answers")
+    length_penalty: float | None = Field(None, description="of the search: above 0 favours long answers, below 0 short")
+    early_stopping: bool | None = Field(None, description="end the search as soon as beam-width answers are finished")
 
 
 def main(argv: list[str] | None = None) -> int:

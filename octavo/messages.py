@@ -13,6 +13,7 @@ from octavo.continuation import AnswerShape
 from octavo.errors import FieldViolation, OctavoError, invalid_argument
 from octavo.options import FIELD_PATHS, Messages, Prompt
 from octavo.results import (
+    BeamScore,
     Completed,
     Delta,
     EngineInfo,
@@ -61,7 +62,7 @@ def shape_of(request: pb.GenerateStreamRequest) -> AnswerShape:
     sampling, output = request.sampling, request.output
     return AnswerShape(
         echoes=output.echo,
-        is_ranked=sampling.best_of > (sampling.n or 1),
+        is_ranked=sampling.HasField("beam") or sampling.best_of > (sampling.n or 1),
         shows_token_ids=output.token_ids if output.HasField("token_ids") else True,
     )
 
@@ -140,6 +141,7 @@ def _set_field(message: Any, path: str, value: Any) -> None:
     *groups, name = path.split(".")
     for group in groups:
         message = getattr(message, group)
+        message.SetInParent()  # 0 is a value too, which the server may refuse
     try:
         _assign(message, name, value)
     except (TypeError, ValueError) as error:
@@ -175,7 +177,8 @@ def event_of(response: pb.GenerateStreamResponse) -> Event | None:
         return _started(response.started)
     if kind == "finished":
         finished = response.finished
-        return Finished(finished.index, _reason(finished.reason), finished.matched_stop)
+        beam = BeamScore(**_scalars(finished.beam)) if finished.HasField("beam") else None
+        return Finished(finished.index, _reason(finished.reason), finished.matched_stop, beam)
     if kind == "prompt_logprobs":
         return PromptLogprobs(response.prompt_logprobs.token_offset, _logprobs(response.prompt_logprobs.logprobs))
     if kind == "completed":

@@ -30,6 +30,10 @@ class GenerateOptions(TypedDict, total=False):
     bad_words: Sequence[str]
     n: int
     best_of: int
+    # beam search: the last two need the first
+    beam_width: int
+    length_penalty: float
+    early_stopping: bool
     # stopping
     max_tokens: int
     min_tokens: int
@@ -69,6 +73,8 @@ FIELD_PATHS: Mapping[str, str] = {
             *("repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words", "n", "best_of"),
         )
     },
+    "beam_width": "sampling.beam.width",
+    **{name: f"sampling.beam.{name}" for name in ("length_penalty", "early_stopping")},
     **{
         name: f"stopping.{name}"
         for name in ("max_tokens", "min_tokens", "stop", "stop_token_ids", "include_stop", "ignore_eos")

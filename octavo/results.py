@@ -57,8 +57,16 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
+class BeamScore:
+    """Of an answer that was searched for: `score` ranks it, and is the sum over (tokens ** length_penalty)."""
+
+    score: float
+    cumulative_logprob: float
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
-    """One answer. `matched_stop`: the stop string, or the id of the stop token in decimal."""
+    """One answer. `matched_stop`: the stop string, or the stop token's id in decimal. `beam`: of beam search alone."""
 
     index: int
     text: str
@@ -66,6 +74,7 @@ class Choice:
     finish_reason: FinishReason
     matched_stop: str = ""
     logprobs: tuple[TokenLogprob, ...] = ()
+    beam: BeamScore | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +141,7 @@ class Finished:
     index: int
     reason: FinishReason
     matched_stop: str = ""
+    beam: BeamScore | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +172,7 @@ class _OpenChoice:
             self.finished.reason,
             self.finished.matched_stop,
             tuple(self.logprobs),
+            self.finished.beam,
         )
 
 

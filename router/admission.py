@@ -82,7 +82,7 @@ def _never_fits(
         "NEVER_FITS",
         f"the {asked} can never fit: the context is {model.max_context_tokens} tokens and {where} holds "
         f"{pool_tokens}{each} ({model.num_usable_blocks} usable blocks of {model.block_size}); shorten the prompt, "
-        "or lower max_tokens or n",
+        "or lower max_tokens, n or the width of the beam",
         metadata={
             "prompt_tokens": str(num_prompt),
             "max_tokens": "" if wanted is None else str(wanted),
@@ -111,23 +111,32 @@ class Growth:
     want_blocks: int
 
 
+# A beam asks so many tokens ahead: it may not live long, and all beams of a search ask at the same time.
+BEAM_LOOKAHEAD_TOKENS = 2
+
+
 def growth(row: Row, num_blocks: int, slack: int, block_size: int, *, was_refused: bool) -> Growth | None:
     """Whether a row should ask for blocks: a block's worth of steps before it runs dry, so that none waits.
 
     Args:
         was_refused: the last look ahead found nothing; ask again only when it is needed now.
     """
-    ahead = min(row.num_tokens + block_size, row.max_kv_tokens)
+    ahead = min(row.num_tokens + (BEAM_LOOKAHEAD_TOKENS if row.is_beam else block_size), row.max_kv_tokens)
     if row.capacity_tokens >= ahead:
         return None
     need = max(blocks_for(row.num_target, block_size), num_blocks)
     if was_refused and need == num_blocks:
         return None
     most = blocks_for(row.max_kv_tokens, block_size)
-    return Growth(need, max(need, min(most, num_blocks + max(1, slack))))
+    return Growth(need, max(need, min(most, num_blocks + max(1, 0 if row.is_beam else slack))))
 
 
 def choose_victim(rows: Iterable[Row]) -> Row | None:
-    """The newest of the lowest priority; nobody when it would be the only one: the oldest always goes on."""
+    """The newest of the lowest priority; nobody when it would be the only one: the oldest always goes on.
+
+    The beams of a search are one: who chooses any of them chooses all.
+    """
     ordered = sorted(rows, key=lambda row: row.order)
-    return ordered[-1] if len(ordered) > 1 else None
+    if len(ordered) < 2 or (ordered[0].is_beam and ordered[0].order[:2] == ordered[-1].order[:2]):
+        return None
+    return ordered[-1]

@@ -4,12 +4,13 @@ The state of waiting for blocks lives here; the decisions themselves are pure fu
 tokens, clients.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from router import admission
+from router.beams import BeamGroup
 from router.ids import BlockId, StepId
-from router.live import Choice, Phase
+from router.live import Choice, LiveRequest, Phase
 from router.model import Model, blocks_for
 from router.observer import Observer
 from router.outbox import Allocated, Allocation, Commit, Extended, Extension, Fork, Forked, Outbox, Release, Snapshot
@@ -78,12 +79,12 @@ class Capacity:
             self._is_closed = False
         if self._is_closed:
             return
-        num_places = roster.num_free_slots - sum(choice.num_samples for choice in roster.allocating.values())
+        num_places = roster.num_free_slots - sum(choice.num_places for choice in roster.allocating.values())
         retry_at = self._retry_admission_at
         if num_places <= 0 or (retry_at is not None and (now < retry_at or roster.allocating)):
             return
         for choice in self._candidates():
-            num_places -= choice.num_samples
+            num_places -= choice.num_places
             if choice.num_steps_in_flight or num_places < 0:
                 break
             self._allocate(choice)
@@ -107,29 +108,38 @@ class Capacity:
         self.roster.refuse(choice)
         self._retry_admission_at = now + RETRY_BLOCKS_S
 
-    def fork(self, parent: Choice, children: list[Choice]) -> None:
-        """The prompt is computed and each choice has its first token: ask for the children's share of its blocks."""
-        num_full, num_partial = divmod(parent.row.num_computed, self.model.block_size)
+    def fork(self, parent: Choice, children: list[Choice], first: Sequence[Release] = ()) -> bool:
+        """Ask for the children's share of the blocks that a choice has computed.
+
+        Args:
+            first: of `give_up`: they are released before.
+
+        Returns:
+            False: the tenant's quota has no room for their copies, and nothing was asked.
+        """
+        num_shared = parent.row.num_computed
+        num_full, num_partial = divmod(num_shared, self.model.block_size)
         num_copies = len(children) if num_partial else 0
         self._quotas.recount()
         if self._quotas.room(parent, num_copies) < num_copies:
-            for child in children:
-                self.roster.enqueue(child)
-            return
+            return False
         for child in children:
-            self.roster.begin_fork(child)
+            self.roster.begin_fork(child, num_shared)
             child.block_ids, child.num_asked_blocks = parent.block_ids[:num_full], 1 if num_partial else 0
-        parent.num_committed_blocks = parent.row.num_computed // self.model.block_size
-        self.outbox.fork(Fork(parent.sequence_id, tuple(child.sequence_id for child in children), _commit_of(parent)))
+        parent.num_committed_blocks = num_full
+        child_ids = tuple(child.sequence_id for child in children)
+        self.outbox.fork(Fork(parent.sequence_id, child_ids, _commit_of(parent), tuple(first)))
+        return True
 
     def take_fork(self, child: Choice, block_ids: tuple[BlockId, ...], outcome: Forked) -> None:
-        """A share is there: the child goes on behind the prompt."""
+        """A share is there: the child goes on behind it."""
         copies = {target: (source, target) for source, target in outcome.copies}
         slot = self.roster.take_slot(child)
-        num_shared = child.spec.num_prompt_tokens
+        num_shared = child.num_cache_tokens
         capacity = len(block_ids) * self.model.block_size
         order, max_kv_tokens = child.order, child.spec.max_kv_tokens
         row = Row(slot, order, len(child.tokens), num_shared, num_shared, capacity, max_kv_tokens)
+        row.is_beam = child.request.beams is not None
         child.begin_row(row, list(block_ids), copies.get(block_ids[-1]))
         child.num_committed_blocks = num_shared // self.model.block_size
 
@@ -142,6 +152,7 @@ class Capacity:
         self.observer.on_recomputed(cause, max(0, num_lost - num_cached))
         capacity = len(outcome.block_ids) * self.model.block_size
         row = Row(slot, choice.order, num_tokens, num_cached, num_cached, capacity, choice.spec.max_kv_tokens)
+        row.is_beam = choice.request.beams is not None
         if choice.checked.scores_prompt:
             row.max_run_tokens = MAX_SCORED_RUN_TOKENS
         choice.begin_row(row, list(outcome.block_ids))
@@ -236,11 +247,62 @@ class Capacity:
 
     def _give_way(self, choice: Choice, steps: SessionSteps, cause: str) -> None:
         choice.request.num_preemptions += 1
-        choice.lost = ("preemption", choice.row.num_computed)
-        self._give_back(choice, steps)
-        self.roster.preempt(choice)
+        if choice.request.beams is not None:
+            self._withdraw(choice.request, choice.request.beams, steps, "preemption")
+        else:
+            choice.lost = ("preemption", choice.row.num_computed)
+            self._give_back(choice, steps)
+            self.roster.preempt(choice)
         self._quotas.recount()
         self.observer.on_preempted(cause)
+
+    # ----------------------------------------------------------------------------------------------------------- beams
+
+    def give_up(self, lane: Choice, steps: SessionSteps | None) -> Release:
+        """No beam is in a running lane any more. What is returned goes with a fork, or to `release_lanes`."""
+        release = self._release_of(lane, steps)
+        self.roster.park(lane)
+        return release
+
+    def release_lanes(self, releases: Iterable[Release]) -> None:
+        """What lanes held that gave it up."""
+        for release in releases:
+            self.outbox.release(release)
+
+    def break_off(self, request: LiveRequest, steps: SessionSteps | None, now: float, cause: str) -> None:
+        """A fork of a search got no blocks: it gives up all it has, and waits as after a preemption."""
+        if request.beams is not None:
+            request.num_preemptions += 1
+            self._withdraw(request, request.beams, steps, "preemption")
+            if cause == "quota":
+                self._quotas.close(request.checked.tenant)
+            else:
+                self._retry_admission_at = now + RETRY_BLOCKS_S
+                self._is_closed = True
+            self._quotas.recount()
+            self.observer.on_preempted(cause)
+
+    def _withdraw(self, request: LiveRequest, beams: BeamGroup, steps: SessionSteps | None, cause: str) -> None:
+        """All lanes of a search are given up; the first waits, to compute what its beams begin with."""
+        for lane in request.choices:
+            if lane.phase in (Phase.RUNNING, Phase.FORKING):
+                if lane.num_steps_in_flight and steps is not None:
+                    self._hold_extensions_until = steps.last_sent
+                self._give_back(lane, steps)
+        self._gather(request, beams, cause)
+
+    def _gather(self, request: LiveRequest, beams: BeamGroup, cause: str) -> None:
+        """None of its lanes holds or is promised a block any more."""
+        num_computed = 0
+        for lane in request.choices:
+            if lane.phase is Phase.RUNNING:
+                num_computed = max(num_computed, lane.row.num_computed)
+            if lane.phase in (Phase.RUNNING, Phase.FORKING):
+                self.roster.park(lane)
+        first = request.choices[0]
+        first.tokens = [*request.spec.prompt_ids, *beams.gather()]
+        first.lost = (cause, min(num_computed, len(first.tokens)))
+        self.roster.enqueue(first)
 
     # ------------------------------------------------------------------------------------------------- commit, release
 
@@ -265,6 +327,9 @@ class Capacity:
 
     def disown(self, choice: Choice, steps: SessionSteps | None) -> None:
         """Its blocks are not its own any more: it waits for others, and is computed again from its tokens."""
+        if choice.request.beams is not None:
+            self._withdraw(choice.request, choice.request.beams, steps, "cache_service_lost")
+            return
         if choice.is_at_executor and steps is not None:
             steps.retire(choice.row.slot)
         choice.lost = ("cache_service_lost", choice.row.num_computed)
@@ -272,6 +337,10 @@ class Capacity:
 
     def lose_all(self) -> None:
         """Nobody holds or is promised a block any more."""
+        searches = {choice.request for choice in self.roster.running.values() if choice.request.beams is not None}
+        for request in searches:
+            assert request.beams is not None, "just looked"
+            self._gather(request, request.beams, "cache_service_lost")
         for choice in list(self.roster.running.values()):
             self.disown(choice, None)
         for choice in [*self.roster.allocating.values(), *self.roster.forking.values()]:
@@ -289,13 +358,16 @@ class Capacity:
             self._quotas.reopen(choice.checked.tenant)
 
     def _give_back(self, choice: Choice, steps: SessionSteps | None) -> None:
+        self.outbox.release(self._release_of(choice, steps))
+
+    def _release_of(self, choice: Choice, steps: SessionSteps | None) -> Release:
         """Blocks committed as far as computed, fenced as far as sent; the row leaves the executor."""
         commit = None
         if choice.phase is Phase.RUNNING:
             commit = _commit_of(choice)
             if choice.is_at_executor and steps is not None:
                 steps.retire(choice.row.slot)
-        self.outbox.release(Release(choice.sequence_id, commit, tuple(choice.free_after.items())))
+        return Release(choice.sequence_id, commit, tuple(choice.free_after.items()))
 
 
 def _commit_of(choice: Choice) -> Commit:
@@ -309,7 +381,8 @@ def _commit_of(choice: Choice) -> Commit:
 def _snapshot_of(choice: Choice) -> Snapshot:
     """Tokens as far as the commits that wait or are on their way may refer to."""
     num_computed = choice.row.num_computed
-    if any(other.phase is Phase.FORKING for other in choice.request.choices):
+    request = choice.request
+    if request.beams is None and any(other.phase is Phase.FORKING for other in request.choices):
         # The fork is still to be answered, and its children get what is computed: the prompt, and nothing behind it.
         num_computed = min(num_computed, choice.spec.num_prompt_tokens)
     return Snapshot(

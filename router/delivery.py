@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octavo.errors import FieldViolation, invalid_argument
-from router.live import Choice
+from router.beam import Hypothesis
+from router.live import Choice, LiveRequest
 from router.request import FinishReason
+from router.stream import BeamScore
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,39 @@ def replay_tokens(choice: Choice, token_ids: Sequence[int], eos_token_ids: froze
             raise invalid_argument(FieldViolation(field, message))
         _, ending = accept_token(choice, token_id, eos_token_ids)
     return ending
+
+
+def show_hypothesis(
+    live: LiveRequest, index: int, found: Hypothesis, eos_token_ids: frozenset[int], cut: FinishReason | None
+) -> FinishReason:
+    """Write an answer of a search, whole.
+
+    Args:
+        index: its place among the answers, which is also whose text it takes.
+        cut: why the search ended before its beams did.
+    """
+    choice, candidates = live.choices[index], found.beam.candidates()
+    token_ids = [candidate.token_id for candidate in candidates]
+    ending = _hypothesis_ending(live, token_ids, eos_token_ids)
+    if found.is_cut and cut is not None:
+        ending = Ending(cut)
+    is_hidden = ending.reason in (FinishReason.EOS, FinishReason.STOP_TOKEN) and not live.checked.stopping.include_stop
+    shown = token_ids[:-1] if is_hidden else token_ids
+    text = "".join(map(choice.answer.push, shown)) + choice.answer.finish() if shown else ""
+    logprobs = [candidate.logprob for candidate in candidates if candidate.logprob is not None]
+    live.stream.add(index, text, token_ids, logprobs)
+    beam = BeamScore(found.score, found.beam.cumulative_logprob)
+    live.stream.finish(index, ending.reason, ending.matched_stop, beam)
+    return ending.reason
+
+
+def _hypothesis_ending(live: LiveRequest, token_ids: Sequence[int], eos_token_ids: frozenset[int]) -> Ending:
+    stopping, last = live.checked.stopping, token_ids[-1] if token_ids else -1
+    if last in stopping.stop_token_ids:
+        return Ending(FinishReason.STOP_TOKEN, str(last))
+    if last in eos_token_ids and not stopping.ignore_eos:
+        return Ending(FinishReason.EOS)
+    return Ending(live.spec.limit_reason)
 
 
 def _token_ending(live: Choice, token_id: int, eos_token_ids: frozenset[int]) -> Ending | None:

@@ -15,19 +15,19 @@ from typing import NamedTuple
 from octavo.errors import Code, OctavoError
 from router import refusals, scheduler
 from router.capacity import Capacity
-from router.delivery import Ending, replay_tokens
+from router.delivery import replay_tokens
+from router.ends import Ends, started
 from router.ids import SequenceId, SessionKey, StepId
 from router.live import Choice, LiveRequest, Phase, Times
 from router.model import Model
 from router.observer import Observer
 from router.outbox import Allocated, Allocation, Extended, Extension, Fork, Forked, Outbox, Snapshot
-from router.reports import report_end
 from router.request import CheckedRequest, FinishReason, RequestSpec
 from router.results import Results
 from router.roster import Roster
+from router.searching import Searching, search_of
 from router.step import Outcome, Step
 from router.steps import SessionSteps
-from router.stream import Completed, Started
 from router.suspects import Suspects
 from router.text.answer import AnswerText
 
@@ -80,13 +80,15 @@ class Engine:
         self._observer = observer
         self._clock = clock
         self._wakeup = asyncio.Event()
-        self._time_limits: dict[LiveRequest, float] = {}  # when it ends with what there is
         self._steps: SessionSteps | None = None
         self.is_paused = False
         self._capacity = Capacity(model, limits.slack_blocks, self.roster, outbox, observer)
         self._suspects = Suspects(limits.poison_limit, limits.max_steps_in_flight)
         self._lost_at: float | None = None  # the last session; None: it is there, or there was none yet
-        self._results = Results(model, self.roster, self._capacity, outbox, observer, self, clock)
+        about = (self._capacity, observer)
+        self._ends = Ends(model, self.roster, *about, lambda: self._steps, clock, self._wakeup.set)
+        self._searching = Searching(*about, self._ends, lambda: self._steps, clock)
+        self._results = Results(model, self.roster, *about, outbox, self._ends, self._searching, clock)
 
     # ------------------------------------------------------------------------------------------- calls of the servicer
 
@@ -114,7 +116,7 @@ class Engine:
     def can_begin(self, num_choices: int) -> bool:
         """Whether a request would run at once, as far as rows go: nobody stands before it."""
         roster = self.roster
-        num_asked = sum(choice.num_samples for choice in roster.allocating.values())
+        num_asked = sum(choice.num_places for choice in roster.allocating.values())
         return not roster.waiting and roster.num_free_slots - num_asked >= num_choices
 
     def adopt(self, live: LiveRequest) -> None:
@@ -124,7 +126,7 @@ class Engine:
             if choice.phase is Phase.WAITING:
                 self.roster.enqueue(choice)
         if live.checked.time_limit_s is not None:
-            self._time_limits[live] = live.times.arrived + live.checked.time_limit_s
+            self._ends.time_limits[live] = live.times.arrived + live.checked.time_limit_s
         self._wakeup.set()
 
     def hand_over(self, live: LiveRequest) -> None:
@@ -132,7 +134,7 @@ class Engine:
         for choice in live.choices:
             self._capacity.release(choice, self._steps)
         self.roster.remove(live)
-        self._time_limits.pop(live, None)
+        self._ends.time_limits.pop(live, None)
 
     def submit(self, live: LiveRequest, spec: RequestSpec, answers: list[AnswerText]) -> None:
         """The prompt is tokenized: queue it, unless it was cancelled meanwhile. `answers`: one for each choice.
@@ -142,6 +144,7 @@ class Engine:
         """
         if live.is_ended:
             return
+        live.beams = search_of(spec, self.model)
         live.submit(spec, answers)
         for choice in live.choices:
             if choice.phase is Phase.WAITING:
@@ -159,22 +162,25 @@ class Engine:
             live.stream.resume(index, num_echoed + len(token_ids))
         for index, ending in endings.items():
             if ending is not None:
-                self.finish(live.choices[index], ending)
+                self._ends.finish(live.choices[index], ending)
         if live.is_ended:
-            live.stream.start(_started(live))
+            live.stream.start(started(live))
 
     def cancel(self, request_id: str, tenant: str = "") -> bool:
         """End a request in order: its client hears CANCELLED. False: no live request of the tenant has this id."""
         live = self.roster.find(request_id, tenant)
         if live is None:
             return False
-        self._finish_all(live, FinishReason.CANCELLED)
+        self._ends.finish_all(live, FinishReason.CANCELLED)
         return True
 
     def leave(self, live: LiveRequest) -> None:
         """The client is gone. Does nothing for a request that ended."""
-        if not live.is_ended:
-            self._end(live, "abort")
+        self._ends.abort(live)
+
+    def fail(self, request: LiveRequest, error: OctavoError) -> None:
+        """End a request with an error. Does nothing for one that ended."""
+        self._ends.fail(request, error)
 
     def fail_all(self, error: OctavoError) -> None:
         """End every live request with an error, also where a fault left one in a state that it cannot be in."""
@@ -280,19 +286,24 @@ class Engine:
             self.fail(choice.request, outcome.error)
 
     def on_forked(self, fork: Fork, outcome: Forked) -> None:
-        """Shares of the first choice's blocks for all the others; where there are none, they wait for blocks."""
+        """Shares of a choice's blocks for others; where there are none, they wait for blocks, a search as a whole."""
         self._wakeup.set()
         for position, child_id in enumerate(fork.child_ids):
             child = self.roster.find_sequence(child_id)
             if child is None:
                 continue
+            beams = child.request.beams
             if outcome.error is None:
                 self._capacity.take_fork(child, outcome.tables[position], outcome)
-            elif outcome.error.code in (Code.RESOURCE_EXHAUSTED, Code.NOT_FOUND):
-                # Not found: the first choice gave its blocks up while the cache service was restarted.
-                self._capacity.take_refusal(child, self._clock())
-            else:
+                if beams is not None:
+                    self._searching.take_share(child, beams)
+            elif outcome.error.code not in (Code.RESOURCE_EXHAUSTED, Code.NOT_FOUND):
                 self.fail(child.request, outcome.error)
+            # Not found: the parent gave its blocks up while the cache service was restarted.
+            elif beams is not None:
+                self._capacity.break_off(child.request, self._steps, self._clock(), "pool")
+            else:
+                self._capacity.take_refusal(child, self._clock())
 
     def snapshots(self) -> list[Snapshot]:
         """What is held, for a cache service that was restarted."""
@@ -314,7 +325,7 @@ class Engine:
         while True:
             now = self._clock()
             self.turn(now)
-            moments = (self._capacity.next_retry_after(now), *self._time_limits.values())
+            moments = (self._capacity.next_retry_after(now), *self._ends.time_limits.values())
             retry_at = min((moment for moment in moments if moment is not None), default=None)
             try:
                 async with asyncio.timeout_at(None if retry_at is None else loop.time() + retry_at - now):
@@ -326,17 +337,13 @@ class Engine:
     def turn(self, now: float) -> None:
         """Everything that can be done now, in this order. Without a session nothing runs and nobody is admitted."""
         self.take_results()
-        self._expire(now)
+        self._ends.expire(now)
         if self._steps is not None:
             self._capacity.preempt(self._steps, now)
             self._capacity.admit(now)
             self._capacity.extend(self._steps, now)
             if not self.is_paused:
                 self._send(self._steps)
-
-    def _expire(self, now: float) -> None:
-        for request in [request for request, moment in self._time_limits.items() if moment <= now]:
-            self._finish_all(request, FinishReason.TIME_LIMIT)
 
     def _begin(self, choice: Choice, outcome: Allocated) -> None:
         self._capacity.take_allocation(choice, outcome)
@@ -345,8 +352,8 @@ class Engine:
             num_prompt = request.spec.num_prompt_tokens
             request.num_cached_tokens = min(num_prompt, outcome.num_cached_tokens)  # resumed tokens are no prompt
             self._observer.on_admitted(num_prompt, request.num_cached_tokens)
-            request.stream.start(_started(request))
-            for each in request.choices:
+            request.stream.start(started(request))
+            for each in request.choices[: request.checked.sampling.num_written]:
                 if request.checked.echoes(each.index):
                     request.stream.add(each.index, request.spec.echo_text, request.spec.prompt_ids)
 
@@ -370,51 +377,3 @@ class Engine:
             if choices:
                 self._suspects.try_alone(choices[0].request)
             steps.send(zip(choices, runs, strict=True), began)
-
-    # ------------------------------------------------------------------------------------------------------- the end
-
-    def finish(self, choice: Choice, ending: Ending) -> None:
-        """An answer is complete, or as complete as it will be; with the last of its request, the request is."""
-        request = choice.request
-        choice.finish_reason = ending.reason
-        request.stream.finish(choice.index, ending.reason, ending.matched_stop)
-        self._end_choice(choice)
-        if request.is_ended:
-            request.stream.complete(Completed(request.usage(), request.timing(self._clock())), request.ranking())
-            self._report(request, ending.reason.name.lower())
-
-    def _finish_all(self, request: LiveRequest, reason: FinishReason) -> None:
-        """End what is not ended, with what its client is owed: the beginning, if it never ran, and held text."""
-        if request.num_cached_tokens is None:
-            request.stream.start(_started(request))
-        for choice in request.choices:
-            if choice.phase is not Phase.ENDED:
-                if choice.tokens:
-                    request.stream.add_rest(choice.index, choice.answer.finish())
-                self.finish(choice, Ending(reason))
-
-    def fail(self, request: LiveRequest, error: OctavoError) -> None:
-        """End a request with an error. Does nothing for one that ended."""
-        if not request.is_ended:
-            request.stream.fail(error)
-            self._end(request, "error")
-
-    def _end(self, request: LiveRequest, outcome: str) -> None:
-        for choice in request.choices:
-            if choice.phase is not Phase.ENDED:
-                self._end_choice(choice)
-        self._report(request, outcome)
-
-    def _end_choice(self, choice: Choice) -> None:
-        """Give back all that it holds."""
-        self._capacity.release(choice, self._steps)
-        self.roster.end(choice)
-        self._wakeup.set()
-
-    def _report(self, request: LiveRequest, outcome: str) -> None:
-        self._time_limits.pop(request, None)
-        report_end(self._observer, request, outcome, self._clock())
-
-
-def _started(live: LiveRequest) -> Started:
-    return Started(live.request_id, live.usage().prompt_tokens, live.num_cached_tokens or 0, live.checked.sampling.seed)

@@ -5,12 +5,16 @@ A request is what a client sent and hears of; a choice is one of its answers: it
     first choice    prompt .... [ last chunk of the prompt samples one token for each choice ]
                                         | fork: the other choices share the blocks of the prompt
     every choice                        decodes, waits, is preempted and ends for itself
+
+With beam search a choice is a lane, in which one beam after another is computed; all of them wait, are preempted and
+end together, and the answers are the search's.
 """
 
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from octavo.tracing import NO_CONTEXT, RequestTag, TraceContext
+from router.beams import BeamGroup
 from router.ids import BlockId, SequenceId, SessionKey, StepId
 from router.request import CheckedRequest, FinishReason, RequestSpec, Timing, Usage
 from router.scheduler import Row
@@ -21,9 +25,9 @@ from router.text.answer import AnswerText
 class Phase(Enum):
     """Where a choice is.
 
-    PREPARING: its prompt is tokenized. UNBORN: its first token will come out of the first choice's row. WAITING: in the
-    queue. ALLOCATING: asked the cache service for blocks. FORKING: asked it for a share of the first choice's.
-    RUNNING: has blocks and a row. ENDED: nothing of it is left but what its client still reads.
+    PREPARING: its prompt is tokenized. UNBORN: its first token will come out of the first choice's row, or no beam is
+    in this lane. WAITING: in the queue. ALLOCATING: asked the cache service for blocks. FORKING: asked it for a share
+    of another one's. RUNNING: has blocks and a row. ENDED: nothing of it is left but what its client still reads.
     """
 
     PREPARING = auto()
@@ -58,6 +62,7 @@ class Choice:
         block_ids: its table; while it forks, what it will share.
         num_asked_blocks: blocks that it has asked for besides and has no answer about.
         copy: (source, target) of a block that must be copied before its first step; None once a result proved it.
+        num_known: tokens of a beam that the executor knows.
         free_after: the highest sent step of each session that contains this sequence.
         lost: why it gave up its blocks, and how many tokens were computed in them.
     """
@@ -78,6 +83,7 @@ class Choice:
     num_asked_blocks: int = 0
     num_blocks_sent: int = 0
     is_at_executor: bool = False
+    num_known: int = 0
     num_steps_in_flight: int = 0
     num_cache_tokens: int = 0
     num_committed_blocks: int = 0
@@ -119,9 +125,18 @@ class Choice:
         return max(0, len(self.tokens) - self.spec.num_prompt_tokens)
 
     @property
+    def num_places(self) -> int:
+        """Slots that it needs: its own, and of the first that has or wants one, those of choices to be born."""
+        choices = self.request.choices
+        if len(choices) == 1 or self.phase is Phase.UNBORN:
+            return 1
+        first = next(choice for choice in choices if choice.phase not in _WITHOUT_OTHERS)
+        return 1 + (self.request.num_unborn if self is first else 0)
+
+    @property
     def num_samples(self) -> int:
         """Tokens that its row draws when it first samples: one for each choice that is to be born of it."""
-        return 1 + (self.request.num_unborn if self.index == 0 else 0)
+        return 1 if self.request.beams is not None else self.num_places
 
     def submit(self, answer: AnswerText, tokens: list[int], phase: Phase) -> None:
         """The prompt is tokenized."""
@@ -134,11 +149,11 @@ class Choice:
         self.num_asked_blocks = 0
         self.num_cache_tokens = len(self.tokens)
 
-    def begin_fork(self, sequence_id: SequenceId) -> None:
-        """Ask for a share of the first choice's blocks under a fresh id: it will know of the prompt."""
+    def begin_fork(self, sequence_id: SequenceId, num_shared: int) -> None:
+        """Ask for a share of another choice's blocks under a fresh id: it will know of their tokens."""
         self.phase = Phase.FORKING
         self.sequence_id = sequence_id
-        self.num_cache_tokens = self.spec.num_prompt_tokens
+        self.num_cache_tokens = num_shared
 
     def begin_row(self, row: Row, block_ids: list[BlockId], copy: tuple[BlockId, BlockId] | None = None) -> None:
         """The blocks are there: it runs."""
@@ -163,6 +178,10 @@ class Choice:
         self.free_after = {}
 
 
+# Whose phase is one of these has no slot and asks for none but its own.
+_WITHOUT_OTHERS = (Phase.UNBORN, Phase.FORKING, Phase.ENDED)
+
+
 @dataclass(slots=True, eq=False)
 class LiveRequest:
     """One request.
@@ -172,6 +191,7 @@ class LiveRequest:
         choices: its answers, by index.
         num_cached_tokens: of the prompt, at the first admission; None: not admitted yet.
         trace: of its call.
+        beams: its search; None: it draws its answers.
     """
 
     checked: CheckedRequest
@@ -182,11 +202,12 @@ class LiveRequest:
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
     trace: TraceContext = NO_CONTEXT
+    beams: BeamGroup | None = None
     _spec: RequestSpec | None = None
 
     def __post_init__(self) -> None:
         sampling = self.checked.sampling
-        self.stream = EventStream(sampling.num_choices, sampling.n)
+        self.stream = EventStream(sampling.num_written, sampling.n, is_held=sampling.beam is not None)
         self.choices = [Choice(self, index) for index in range(sampling.num_choices)]
 
     @property
@@ -238,15 +259,19 @@ class LiveRequest:
     def refit(self, spec: RequestSpec) -> None:
         """It goes to another engine before it began: its length is another there."""
         self._spec = replace(spec, banned=self.spec.banned, grammar=self.spec.grammar, echo_text=self.spec.echo_text)
+        if self.beams is not None:
+            self.beams.search.refit(spec.max_tokens)
 
     def ranking(self) -> list[int]:
-        """Indices of the choices, the likeliest first; of equals the lower one."""
+        """Indices of the choices, the likeliest first; of equals the lower one. A search ranks its answers itself."""
         return sorted(range(len(self.choices)), key=lambda index: (-self.choices[index].cumulative_logprob, index))
 
     def usage(self) -> Usage:
         if self._spec is None:
             return Usage(0, 0, 0, 0)
         generated = sum(choice.num_generated for choice in self.choices)
+        if self.beams is not None:
+            generated = self.beams.search.num_tokens
         resumed = sum(len(token_ids) for _, token_ids in self.checked.resume)
         return Usage(self._spec.num_prompt_tokens, self.num_cached_tokens or 0, generated, resumed)
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from router.request import Chat, Constraint
+from router.request import BeamSearch, Chat, Constraint
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,7 @@ class RawRequest:
     bad_words: Sequence[str] = ()
     n: int | None = None
     best_of: int | None = None
+    beam: BeamSearch | None = None
 
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -52,7 +53,5 @@ class RawRequest:
     priority: int = 0
     time_limit_s: float | None = None
     resume: Sequence[tuple[int, Sequence[int]]] = ()  # (index, token ids)
-    # Numbers of fields that are not supported, by path: only their ranges and neutral values are known.
-    floats: Mapping[str, float] = field(default_factory=dict)
     ids: Mapping[str, Sequence[int]] = field(default_factory=dict)
     unsupported: Sequence[str] = ()

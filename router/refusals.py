@@ -69,6 +69,12 @@ def step_failed(reason: str, message: str) -> OctavoError:
     )
 
 
+def no_token_left() -> OctavoError:
+    """A search whose rules left nothing to go on with."""
+    message = "the rules of this request left no token to generate; allow more of them"
+    return OctavoError(Code.INTERNAL, "STEP_FAILED", message, metadata={"reason": "NO_TOKEN_LEFT"})
+
+
 def poisoned(num_deaths: int) -> OctavoError:
     """A request that kills executors."""
     return OctavoError(
@@ -84,7 +90,8 @@ def too_many_choices(num_choices: int, rows: int) -> OctavoError:
     return OctavoError(
         Code.FAILED_PRECONDITION,
         "NEVER_FITS",
-        f"{num_choices} answers are asked for, and this engine generates {rows} at once; lower n or best_of",
+        f"{num_choices} answers are asked for, and this engine generates {rows} at once; lower n, best_of or "
+        "beam.width",
         metadata={"num_choices": str(num_choices), "max_running_requests": str(rows)},
     )
 

@@ -19,6 +19,15 @@ class FinishReason(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class BeamSearch:
+    """`width` beams; scores are sums of log-probabilities over (tokens ** length_penalty)."""
+
+    width: int
+    length_penalty: float
+    early_stopping: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """Filters in the order in which they apply, then the seed, then what changes the logits before.
 
@@ -26,11 +35,12 @@ class Sampling:
         temperature: 0 is greedy.
         top_k, top_p: 0 and 1 are off.
         n: answers that the client gets.
-        num_choices: answers that are generated, at least n; the client gets the likeliest.
+        num_choices: answers that are generated, at least n; the client gets the likeliest. With beams: the width.
         presence_penalty, frequency_penalty, repetition_penalty: 0, 0 and 1 are off.
         logit_bias: (id, bias), each id once.
         allowed_token_ids: sorted; empty is off.
         bad_words: texts; their ids are in `RequestSpec.banned`.
+        beam: None: tokens are drawn.
     """
 
     temperature: float
@@ -46,10 +56,17 @@ class Sampling:
     bad_words: tuple[str, ...]
     n: int
     num_choices: int
+    beam: BeamSearch | None = None
 
     @property
     def is_ranked(self) -> bool:
-        return self.num_choices > self.n
+        """Whether whole answers are drawn, of which some are shown."""
+        return self.beam is None and self.num_choices > self.n
+
+    @property
+    def num_written(self) -> int:
+        """Answers that are written: all that are drawn; of a search, those that are shown."""
+        return self.num_choices if self.beam is None else self.n
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from router.model import Model
 from router.observer import Observer, StepTimes
 from router.outbox import Outbox
 from router.roster import Roster
+from router.searching import Searching
 from router.step import Outcome, RunOutput, StepFailed, StepResult
 from router.steps import SentRun, SessionSteps
 
@@ -46,9 +47,10 @@ class Results:
     model: Model
     roster: Roster
     capacity: Capacity
-    outbox: Outbox
     observer: Observer
+    outbox: Outbox
     enders: Enders
+    searching: Searching
     clock: Callable[[], float]
     _arrived: list[tuple[Outcome, float]] = field(default_factory=list)  # and when
 
@@ -116,8 +118,9 @@ class Results:
 
     def _advance(self, sent_run: SentRun, output: RunOutput, now: float) -> None:
         """A choice is further by one run: also one that was preempted while the run was on its way."""
-        choice = sent_run.choice
-        if sent_run.is_current and choice.phase is Phase.RUNNING:
+        choice, beams = sent_run.choice, sent_run.choice.request.beams
+        is_running = sent_run.is_current and choice.phase is Phase.RUNNING
+        if is_running:
             choice.row.num_computed = sent_run.run.start + sent_run.run.num_tokens
             self.capacity.settle_copy(choice)
         choice.stream.add_prompt_logprobs(output.prompt_logprobs)
@@ -125,6 +128,8 @@ class Results:
             self._bear(choice, output, now)
         elif output.token_ids:
             self._accept(choice, output.token_ids[0], output.logprobs[:1], now)
+        elif output.candidates is not None and beams is not None and is_running:
+            self.searching.take_candidates(choice, beams, output.candidates, now)
         self.capacity.commit(choice)
 
     def _bear(self, first: Choice, output: RunOutput, now: float) -> None:
@@ -137,9 +142,8 @@ class Results:
                 self.enders.finish(choices[index], ending)
             else:
                 children.append(choices[index])
-        if children and first.phase is Phase.RUNNING:
-            self.capacity.fork(first, children)
-        else:
+        can_share = bool(children) and first.phase is Phase.RUNNING
+        if not (can_share and self.capacity.fork(first, children)):
             for child in children:
                 self.roster.enqueue(child)
         self._accept(first, output.token_ids[0], output.logprobs[:1], now)

@@ -50,7 +50,7 @@ class Roster:
     @property
     def num_free_slots(self) -> int:
         """Slots without a row and not promised to a choice that is about to be born."""
-        return len(self._free_slots) - len(self.forking) - sum(c.num_samples - 1 for c in self.running.values())
+        return len(self._free_slots) - len(self.forking) - sum(c.num_places - 1 for c in self.running.values())
 
     def find(self, request_id: str, tenant: str = "") -> LiveRequest | None:
         return self._by_id.get((tenant, request_id))
@@ -86,9 +86,9 @@ class Roster:
         choice.begin_sequence(self._new_sequence(choice))
         self.allocating[choice.sequence_id] = choice
 
-    def begin_fork(self, choice: Choice) -> None:
-        """A choice that has its first token asks for a share of the first one's blocks."""
-        choice.begin_fork(self._new_sequence(choice))
+    def begin_fork(self, choice: Choice, num_shared: int) -> None:
+        """A choice asks for a share of another one's blocks, as far as so many tokens."""
+        choice.begin_fork(self._new_sequence(choice), num_shared)
         self.forking[choice.sequence_id] = choice
 
     def refuse(self, choice: Choice) -> None:
@@ -110,6 +110,14 @@ class Roster:
         self._leave_slot(choice)
         choice.leave_row(Phase.WAITING)
         self.enqueue(choice)
+
+    def park(self, choice: Choice) -> None:
+        """A lane is given up, and is free for another beam."""
+        if choice.phase is Phase.RUNNING:
+            self._leave_slot(choice)
+        else:
+            self._forget_sequence(choice)
+        choice.leave_row(Phase.UNBORN)
 
     def end(self, choice: Choice) -> None:
         """Nothing leads to it any more; nor to its request, if it was the last."""

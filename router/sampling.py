@@ -9,14 +9,15 @@ from router.request import CheckedRequest
 from router.step import RowSampling
 
 
-def row_sampling(live: Choice, eos_token_ids: frozenset[int]) -> RowSampling:
+def row_sampling(live: Choice, eos_token_ids: frozenset[int], vocabulary_size: int) -> RowSampling:
     """Sampling of a row; until `min_tokens` are there, what would end the answer cannot be sampled."""
     sampling, stopping, output = live.checked.sampling, live.checked.stopping, live.checked.output
     suppressed = ending_ids(live.checked, eos_token_ids) if stopping.min_tokens else frozenset()
     num_prompt, scored = live.spec.num_prompt_tokens, live.stream.prompt_offset
+    beams = live.request.beams
     scores_prompt = live.checked.scores_prompt and scored < num_prompt
     return RowSampling(
-        temperature=sampling.temperature,
+        temperature=sampling.temperature if beams is None else 0.0,
         top_k=sampling.top_k,
         top_p=sampling.top_p,
         min_p=sampling.min_p,
@@ -37,6 +38,7 @@ def row_sampling(live: Choice, eos_token_ids: frozenset[int]) -> RowSampling:
         prompt_logprobs_from=scored if scores_prompt else 0,
         prompt_logprobs_until=num_prompt if scores_prompt else 0,
         grammar=live.spec.grammar,
+        num_candidates=min(beams.search.rules.num_candidates, vocabulary_size) if beams is not None else 0,
     )
 
 

@@ -29,6 +29,7 @@ class Row:
         capacity_tokens: what the row's blocks hold.
         max_kv_tokens: tokens that will ever need KV.
         max_run_tokens: most of them in one step.
+        is_beam: it samples nothing: what comes next is chosen when the result is here.
     """
 
     slot: Slot
@@ -39,6 +40,7 @@ class Row:
     capacity_tokens: int
     max_kv_tokens: int
     max_run_tokens: int = UNBOUNDED
+    is_beam: bool = False
 
     @property
     def num_target(self) -> int:
@@ -57,7 +59,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A row's part in a step: `num_tokens` from `start` on; `samples` when it reaches the row's last token."""
+    """A row's part in a step: `num_tokens` from `start` on; `samples` when a token joins it that the step draws."""
 
     slot: Slot
     start: int
@@ -84,7 +86,8 @@ def plan(rows: Iterable[Row], token_budget: int) -> tuple[Run, ...]:
         if not num_tokens:
             break
         token_budget -= num_tokens
-        runs.append(Run(row.slot, row.num_sent, num_tokens, row.num_sent + num_tokens == row.num_tokens))
+        samples = not row.is_beam and row.num_sent + num_tokens == row.num_tokens
+        runs.append(Run(row.slot, row.num_sent, num_tokens, samples))
     return tuple(runs)
 
 

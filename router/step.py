@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from octavo.tracing import NO_TAG, RequestTag
+from router.beam import Candidate
 from router.ids import BlockId, Slot, StepId
 from router.logprob import TokenLogprob
 from router.scheduler import Run
@@ -37,6 +38,7 @@ class RowSampling:
     prompt_logprobs_from: int = 0
     prompt_logprobs_until: int = 0
     grammar: str = ""
+    num_candidates: int = 0  # above 0: the row samples nothing, and answers with as many of the best tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class Step:
     extensions: tuple[TableExtension, ...]
     copies: tuple[tuple[BlockId, BlockId], ...]  # (source, target)
     runs: tuple[Run, ...]
+    appended: tuple[tuple[Slot, int], ...] = ()  # (slot, token) of rows that sample none
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +85,16 @@ class RowFailure:
 
 @dataclass(frozen=True, slots=True)
 class RunOutput:
-    """What one run of a step gave; `logprobs` has one entry per token where the row asked for them."""
+    """What one run of a step gave; `logprobs` has one entry per token where the row asked for them.
+
+    `candidates` None: the row samples, or is not computed whole.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
     prompt_logprobs: tuple[TokenLogprob, ...]
     failure: RowFailure | None
+    candidates: tuple[Candidate, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +109,7 @@ class StepResult:
     execute_began_unix_s: float = 0.0
     logprobs: Mapping[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
+    candidates: Mapping[int, tuple[Candidate, ...]] = field(default_factory=dict)
 
     def run_outputs(self) -> Iterator[RunOutput]:
         """One per run, in order."""
@@ -110,7 +118,8 @@ class StepResult:
         for index, num_sampled in enumerate(self.num_sampled):
             start, end = end, end + num_sampled
             logprobs, prompt_logprobs = self.logprobs.get(index, ()), self.prompt_logprobs.get(index, ())
-            yield RunOutput(self.token_ids[start:end], logprobs, prompt_logprobs, failures.get(index))
+            found = (failures.get(index), self.candidates.get(index))
+            yield RunOutput(self.token_ids[start:end], logprobs, prompt_logprobs, *found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ class SentRun:
     incarnation: int
     run: Run
     num_blocks_before: int
+    num_known_before: int
     was_at_executor: bool
 
     @property
@@ -82,14 +83,19 @@ class SessionSteps:
         """Send the next step, with all that changed since the last one."""
         send_began = self._clock()
         step_id = self._next_id
-        started, extensions, copies, sent = [], [], [], []
+        started, extensions, copies, appended, sent = [], [], [], [], []
         for choice, run in runs:
-            sent.append(SentRun(choice, choice.incarnation, run, choice.num_blocks_sent, choice.is_at_executor))
+            before = (choice.num_blocks_sent, choice.num_known, choice.is_at_executor)
+            sent.append(SentRun(choice, choice.incarnation, run, *before))
             if not choice.is_at_executor:
                 started.append(_row_start(choice, self._model))
                 copies += [choice.copy] if choice.copy is not None else []
-            elif len(choice.block_ids) > choice.num_blocks_sent:
-                extensions.append(TableExtension(run.slot, tuple(choice.block_ids[choice.num_blocks_sent :])))
+            else:
+                if choice.row.is_beam:
+                    appended += [(run.slot, token_id) for token_id in choice.tokens[choice.num_known :]]
+                if len(choice.block_ids) > choice.num_blocks_sent:
+                    extensions.append(TableExtension(run.slot, tuple(choice.block_ids[choice.num_blocks_sent :])))
+            choice.num_known = len(choice.tokens)
             choice.is_at_executor, choice.num_blocks_sent = True, len(choice.block_ids)
             choice.free_after[self.key] = step_id
             choice.num_steps_in_flight += 1
@@ -98,7 +104,7 @@ class SessionSteps:
         self._next_id = StepId(step_id + 1)
         all_runs = tuple(sent_run.run for sent_run in sent)
         changes = (tuple(started), tuple(extensions), tuple(copies))
-        self._send(Step(step_id, self.last_result, retired, *changes, all_runs))
+        self._send(Step(step_id, self.last_result, retired, *changes, all_runs, tuple(appended)))
         self._in_flight.append(SentStep(step_id, tuple(sent), retired, plan_began, send_began, self._clock()))
 
     def complete(self, step_id: StepId) -> SentStep:
@@ -165,6 +171,7 @@ class SessionSteps:
             if sent.is_current:
                 choice = sent.choice
                 choice.is_at_executor, choice.num_blocks_sent = sent.was_at_executor, sent.num_blocks_before
+                choice.num_known = sent.num_known_before
                 choice.row.num_sent = sent.run.start
                 choice.row.num_tokens -= sent.run.samples
         # A row that started in the refused step is not there to be retired; what the step retired still is.
@@ -179,6 +186,6 @@ def _row_start(choice: Choice, model: Model) -> RowStart:
         token_ids=tuple(choice.tokens),
         num_computed_tokens=choice.row.num_computed,
         block_ids=tuple(choice.block_ids),
-        sampling=row_sampling(choice, model.eos_token_ids),
+        sampling=row_sampling(choice, model.eos_token_ids, model.vocabulary_size),
         tag=choice.request.tag,
     )

@@ -41,10 +41,19 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class BeamScore:
+    """Of an answer that was searched for."""
+
+    score: float
+    cumulative_logprob: float
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     index: int
     reason: FinishReason
     matched_stop: str
+    beam: BeamScore | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +74,7 @@ class _Channel:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     num_carried: int = 0
     rest: str = ""
-    end: tuple[FinishReason, str] | None = None
+    end: tuple[FinishReason, str, BeamScore | None] | None = None
 
     def take(self, index: int) -> list[Event]:
         events: list[Event] = []
@@ -89,11 +98,12 @@ class EventStream:
     Args:
         num_choices: that are written.
         num_shown: that are read. Where it is less, nothing of them is read before `complete` says which are the best.
+        is_held: nothing of them is read before `complete` in any case.
     """
 
-    def __init__(self, num_choices: int, num_shown: int) -> None:
+    def __init__(self, num_choices: int, num_shown: int, *, is_held: bool = False) -> None:
         self._channels = [_Channel() for _ in range(num_choices)]
-        self._is_ranked = num_shown < num_choices
+        self._is_ranked = is_held or num_shown < num_choices
         self._num_shown = num_shown
         self._started: Started | None = None
         self._is_started = False
@@ -136,9 +146,9 @@ class EventStream:
         """Text that the end of a choice releases and none of its tokens: a client that resumes knows it by that."""
         self._channels[index].rest = text
 
-    def finish(self, index: int, reason: FinishReason, matched_stop: str) -> None:
+    def finish(self, index: int, reason: FinishReason, matched_stop: str, beam: BeamScore | None = None) -> None:
         """A choice is whole."""
-        self._channels[index].end = (reason, matched_stop)
+        self._channels[index].end = (reason, matched_stop, beam)
         self._filled.set()
 
     def complete(self, completed: Completed, ranking: Sequence[int]) -> None:

@@ -3,11 +3,11 @@
 Not here: whether a request fits the pool (admission), and defaults that need the prompt.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from octavo.errors import FieldViolation, invalid_argument
+from router.beam_validation import check_beam
 from router.model import Model
 from router.raw import RawRequest
 from router.request import CacheScope, CheckedRequest, Output, Prompt, Sampling, Stopping, seed_of
@@ -67,6 +67,7 @@ def validate(
     _check_sampling(raw, wrong)
     _check_logit_rules(raw, model, wrong)
     _check_choices(raw, limits, wrong)
+    check_beam(raw, limits.max_choices, wrong.check)
     _check_stopping(raw, model, limits, wrong)
     _check_output(raw, wrong)
     _check_constraint(raw, wrong)
@@ -92,8 +93,6 @@ def check_token_ids(field: str, token_ids: Iterable[int], vocabulary_size: int) 
 
 
 def _check_unsupported(raw: RawRequest, model: Model, wrong: _Violations) -> None:
-    for path, value in raw.floats.items():
-        wrong.check(math.isfinite(value), path, f"is {value}; only finite numbers are allowed")
     for path, ids in raw.ids.items():
         _check_ids(path, ids[: model.max_context_tokens], model.vocabulary_size, wrong)
     named = {violation.field for violation in wrong}
@@ -290,7 +289,8 @@ def _checked(raw: RawRequest, request_id: str, model: Model, tenant: Tenant) -> 
         allowed_token_ids=tuple(sorted(set(raw.allowed_token_ids))),
         bad_words=tuple(raw.bad_words),
         n=raw.n or 1,
-        num_choices=raw.best_of or raw.n or 1,
+        num_choices=raw.beam.width if raw.beam is not None else raw.best_of or raw.n or 1,
+        beam=raw.beam,
     )
     stopping = Stopping(
         max_tokens=raw.max_tokens,

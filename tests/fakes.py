@@ -64,6 +64,16 @@ def draw(candidates: Sequence[int], seed: int, choice: int, position: int) -> in
     return candidates[zlib.crc32(f"{seed} {choice} {position}".encode()) % len(candidates)]
 
 
+def likely(history: Sequence[int]) -> list[tuple[int, float]]:
+    """The best next tokens of a history for a search, with scores that float32 holds: twelve letters, and now and then
+    an end. Scores are a pure function of the history, and no two of them are equal."""
+    dice = zlib.crc32(repr(tuple(history)).encode())
+    scores = {97 + (dice + index) % 12: -(1 + index + (dice >> index) % 8 / 16) / 4 for index in range(12)}
+    if dice % 5 == 0:
+        scores[EOS] = -0.21875
+    return sorted(scores.items(), key=lambda each: (-each[1], each[0]))
+
+
 # ------------------------------------------------------------------------------------------------------------ tokenizer
 
 
@@ -317,6 +327,11 @@ class FakeExecutor:
             row = _Row(list(start.token_ids), start.num_computed_tokens, tables, start.sampling)
             row.num_samples = max(1, start.sampling.num_samples)
             self.rows[start.slot] = row
+        for slot, token_id in zip(step.appended_slots, step.appended_token_ids, strict=True):
+            row = self.rows[slot]
+            assert row.sampling.num_candidates, "a row that samples for itself"
+            assert row.num_computed == len(row.tokens), "a row that is not computed whole"
+            row.tokens.append(token_id)
         for extension in step.extensions:
             new_blocks = iter(extension.block_ids)
             for slot, count in zip(extension.slots, extension.counts, strict=True):
@@ -338,6 +353,9 @@ class FakeExecutor:
             if self.hooks.fail_rows(row):
                 result.num_sampled.append(0)
                 result.failures.add(row=index, reason="LOGITS_NOT_FINITE", message="logits are not finite")
+                continue
+            if asked.num_candidates:
+                self._answer_candidates(result, index, row)
                 continue
             sampled = self._sample(row)
             result.num_sampled.append(len(sampled))
@@ -375,6 +393,22 @@ class FakeExecutor:
         for position in range(row.num_computed, end):
             self.arena[self._place(row, position)] = _history_hash(row.tokens[: position + 1])
         row.num_computed = end
+
+    def _answer_candidates(self, result: executor_pb2.StepResult, index: int, row: _Row) -> None:
+        result.num_sampled.append(0)
+        if row.num_computed < len(row.tokens):
+            return
+        asked = row.sampling
+        is_suppressing = len(row.tokens) < asked.suppress_until
+        out = set(asked.suppressed_token_ids) if is_suppressing else set()
+        best = [each for each in likely(row.tokens) if each[0] not in out][: asked.num_candidates]
+        result.candidates.rows.append(index)
+        result.candidates.counts.append(len(best))
+        result.candidates.token_ids.extend(token for token, _ in best)
+        result.candidates.scores.extend(score for _, score in best)
+        if asked.logprobs:
+            for token, _ in best:
+                _add_logprob(result.sampled_logprobs, index, row, len(row.tokens), token)
 
     def _sample(self, row: _Row) -> list[int]:
         if row.num_computed < len(row.tokens):

@@ -68,6 +68,7 @@ PLAIN: dict[str, st.SearchStrategy[Any]] = {
     "sampling.bad_words": st.lists(st.text(min_size=1, max_size=4), max_size=4),
     "sampling.n": st.integers(1, 6),
     "sampling.best_of": st.integers(1, 6),
+    "sampling.beam.width": st.integers(1, 6),
     "stopping.max_tokens": st.integers(1, 8),
     "stopping.min_tokens": st.integers(0, 8),
     "stopping.stop": st.lists(st.text(min_size=1, max_size=3), max_size=4),
@@ -118,6 +119,7 @@ def _any_value(path: str, field: Any) -> st.SearchStrategy[Any]:
 _LEAVES = dict(_leaves(pb.GenerateRequest.DESCRIPTOR))
 assert PLAIN.keys() <= _LEAVES.keys(), PLAIN.keys() - _LEAVES.keys()
 _PROMPTS = ("text", "token_ids.ids", "chat.messages")
+_ALONE_REFUSED = ("sampling.beam.length_penalty", "sampling.beam.early_stopping", "adapter")
 _prompt = st.one_of(
     st.tuples(st.just("text"), st.text(min_size=1, max_size=20)),
     st.tuples(st.just("token_ids.ids"), _many_ids(1, 30)),
@@ -127,7 +129,7 @@ _plain = st.one_of(
     [
         st.tuples(st.just(path), PLAIN.get(path, _any_value(path, field)))
         for path, field in _LEAVES.items()
-        if path not in _PROMPTS and not path.startswith("sampling.beam") and path != "adapter"
+        if path not in _PROMPTS and path not in _ALONE_REFUSED
     ]
 )
 _wild = st.one_of([st.tuples(st.just(path), _any_value(path, field)) for path, field in _LEAVES.items()])

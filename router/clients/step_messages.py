@@ -1,9 +1,12 @@
 """Steps and outcomes of a session as messages of executor.proto. Translation only."""
 
 import itertools
+from collections.abc import Mapping
+from dataclasses import replace
 
 from octavo.errors import Code, OctavoError
 from octavo.v1 import cache_pb2, executor_pb2
+from router.beam import Candidate
 from router.clients.lease_messages import tag_message
 from router.ids import StepId
 from router.logprob import TokenLogprob
@@ -22,6 +25,8 @@ def step_message(step: Step) -> executor_pb2.Step:
         slots=[run.slot for run in step.runs],
         start_positions=[run.start for run in step.runs],
         num_tokens=[run.num_tokens for run in step.runs],
+        appended_slots=[slot for slot, _ in step.appended],
+        appended_token_ids=[token_id for _, token_id in step.appended],
     )
     if step.extensions:
         message.extensions.add(
@@ -69,6 +74,7 @@ def _sampling_message(sampling: RowSampling) -> executor_pb2.RowSampling:
         prompt_logprobs_from=sampling.prompt_logprobs_from,
         prompt_logprobs_until=sampling.prompt_logprobs_until,
         grammar=sampling.grammar,
+        num_candidates=sampling.num_candidates,
     )
 
 
@@ -89,6 +95,7 @@ def outcome_of(response: executor_pb2.SessionResponse) -> Outcome:
 
 
 def _result_of(result: executor_pb2.StepResult) -> StepResult:
+    logprobs = _logprobs_of(result.sampled_logprobs)
     return StepResult(
         StepId(result.step_id),
         tuple(result.num_sampled),
@@ -96,9 +103,24 @@ def _result_of(result: executor_pb2.StepResult) -> StepResult:
         tuple(RowFailure(failure.row, failure.reason, failure.message) for failure in result.failures),
         result.execute_microseconds / 1e6,
         result.began_unix_microseconds / 1e6,
-        _logprobs_of(result.sampled_logprobs),
+        logprobs,
         _logprobs_of(result.prompt_logprobs),
+        _candidates_of(result.candidates, logprobs),
     )
+
+
+def _candidates_of(
+    packed: executor_pb2.Candidates, logprobs: Mapping[int, tuple[TokenLogprob, ...]]
+) -> dict[int, tuple[Candidate, ...]]:
+    """By running row of the step. The alternatives, which come once, are those of each candidate of a row."""
+    by_row: dict[int, tuple[Candidate, ...]] = {}
+    scores = zip(packed.token_ids, packed.scores, strict=True)
+    for row, count in zip(packed.rows, packed.counts, strict=True):
+        told = logprobs.get(row, ())
+        entries = (replace(entry, top=told[0].top) for entry in told) if told else itertools.repeat(None, count)
+        found = zip(itertools.islice(scores, count), entries, strict=True)
+        by_row[row] = tuple(Candidate(token_id, score, entry) for (token_id, score), entry in found)
+    return by_row
 
 
 def _logprobs_of(packed: executor_pb2.Logprobs) -> dict[int, tuple[TokenLogprob, ...]]:

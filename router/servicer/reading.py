@@ -5,7 +5,7 @@ from typing import Any
 
 from octavo.v1 import inference_pb2
 from router.raw import RawRequest
-from router.request import Chat, ChatMessage, Constraint
+from router.request import BeamSearch, Chat, ChatMessage, Constraint
 
 # Of a list that no request needs longer: a message may hold millions, and reading them would hold up every stream.
 MAX_ENTRIES_READ = 64
@@ -32,6 +32,7 @@ def read_request(message: inference_pb2.GenerateRequest | inference_pb2.Generate
         bad_words=sampling.bad_words,
         n=_optional(sampling, "n"),
         best_of=_optional(sampling, "best_of"),
+        beam=_beam(sampling.beam) if sampling.HasField("beam") else None,
         max_tokens=_optional(stopping, "max_tokens"),
         min_tokens=_optional(stopping, "min_tokens"),
         stop=stopping.stop,
@@ -49,7 +50,6 @@ def read_request(message: inference_pb2.GenerateRequest | inference_pb2.Generate
         priority=message.priority,
         time_limit_s=message.time_limit.ToNanoseconds() / 1e9 if message.HasField("time_limit") else None,
         resume=[(resume.index, resume.token_ids) for resume in message.resume[:MAX_ENTRIES_READ]],
-        floats=_floats(message),
         ids=_ids(message),
         unsupported=_unsupported(message),
     )
@@ -85,9 +85,9 @@ def _constraint(message: Any) -> Constraint | None:
     return Constraint(kind, (getattr(message.constraint, kind),) if kind else ())
 
 
-def _floats(message: Any) -> dict[str, float]:
-    beam = message.sampling.beam
-    return {"sampling.beam.length_penalty": beam.length_penalty} if beam.HasField("length_penalty") else {}
+def _beam(beam: inference_pb2.BeamSearch) -> BeamSearch:
+    """Unset: a length penalty of 1, and no early stopping."""
+    return BeamSearch(beam.width, beam.length_penalty if beam.HasField("length_penalty") else 1.0, beam.early_stopping)
 
 
 def _ids(message: Any) -> dict[str, Sequence[int]]:
@@ -97,9 +97,4 @@ def _ids(message: Any) -> dict[str, Sequence[int]]:
 
 def _unsupported(message: Any) -> list[str]:
     """Paths of what is set and not supported."""
-    found = []
-    if message.sampling.HasField("beam"):
-        found.append("sampling.beam")
-    if message.HasField("adapter"):
-        found.append("adapter")
-    return found
+    return ["adapter"] if message.HasField("adapter") else []

@@ -9,7 +9,7 @@ from router.link import Link
 from router.logprob import TokenLogprob
 from router.model import Model
 from router.request import FinishReason, Timing, Usage
-from router.stream import Completed, Delta, Event, Finished, PromptLogprobs, Started
+from router.stream import BeamScore, Completed, Delta, Event, Finished, PromptLogprobs, Started
 
 
 def stream_response(
@@ -38,6 +38,8 @@ def stream_response(
         response.finished.index = event.index
         response.finished.reason = _reason(event.reason)
         response.finished.matched_stop = event.matched_stop
+        if event.beam is not None:
+            response.finished.beam.CopyFrom(_beam_message(event.beam))
     else:
         response.completed.usage.CopyFrom(usage_message(event.usage))
         response.completed.timing.CopyFrom(timing_message(event.timing))
@@ -70,6 +72,8 @@ class UnaryAnswer:
             choice = self._response.choices[event.index]
             choice.finish_reason = _reason(event.reason)
             choice.matched_stop = event.matched_stop
+            if event.beam is not None:
+                choice.beam.CopyFrom(_beam_message(event.beam))
         elif isinstance(event, Completed):
             self._response.usage.CopyFrom(usage_message(event.usage))
             self._response.timing.CopyFrom(timing_message(event.timing))
@@ -78,6 +82,8 @@ class UnaryAnswer:
         """The whole answer, after the last event."""
         for choice, texts in zip(self._response.choices, self._texts, strict=True):
             choice.text = "".join(texts)
+        while not self._response.choices[-1].finish_reason:  # a search may find fewer answers
+            del self._response.choices[-1]
         return self._response
 
 
@@ -166,6 +172,10 @@ def _model_message(model: Model) -> inference_pb2.Model:
 def _logprob_message(logprob: TokenLogprob) -> inference_pb2.TokenLogprob:
     top = [inference_pb2.TopLogprob(token_id=token_id, logprob=value) for token_id, value in logprob.top]
     return inference_pb2.TokenLogprob(token_id=logprob.token_id, logprob=logprob.logprob, rank=logprob.rank, top=top)
+
+
+def _beam_message(beam: BeamScore) -> inference_pb2.BeamScore:
+    return inference_pb2.BeamScore(score=beam.score, cumulative_logprob=beam.cumulative_logprob)
 
 
 def _reason(reason: FinishReason) -> Any:

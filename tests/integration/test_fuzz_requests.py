@@ -118,8 +118,10 @@ def check_refusal(call_error: grpc.aio.AioRpcError, call: Call) -> OctavoError:
 
 
 def check_answer(answer: Answer, message: Any) -> None:
-    """As many answers as were asked for, none longer than asked for, of ids that there are."""
-    assert sorted(answer.choices) == list(range(message.sampling.n or 1))
+    """As many answers as were asked for, none longer than asked for, of ids that there are. A search may find fewer."""
+    num_found = len(answer.choices) if message.sampling.HasField("beam") and answer.choices else message.sampling.n or 1
+    assert num_found <= (message.sampling.n or 1)
+    assert sorted(answer.choices) == list(range(num_found))
     assert not message.sampling.HasField("seed") or answer.seed == message.sampling.seed
     num_echoed = answer.usage.prompt_tokens if message.output.echo else 0
     for shown in answer.choices.values():

@@ -159,13 +159,47 @@ async def test_sizes_of_lists_and_strings(source: str) -> None:
 @pytest.mark.parametrize(
     ("field", "fields"),
     [
-        ("sampling.beam", {"sampling": {"beam": {"width": 4}}}),
         ("adapter", {"adapter": "lora"}),
     ],
 )
 async def test_what_is_not_supported_yet_is_refused_by_name(source: str, field: str, fields: dict[str, Any]) -> None:
     async with running_stack(source) as stack:
         await check_refused(stack, field, **fields)
+
+
+async def test_what_does_not_go_with_beam_search_is_refused_by_name(source: str) -> None:
+    """What draws, ends by text or chooses otherwise; and widths that nothing could serve."""
+    beam = {"width": 3}
+    others: dict[str, dict[str, Any]] = {
+        "sampling.temperature": {"sampling": {"beam": beam, "temperature": 0.5}},
+        "sampling.top_p": {"sampling": {"beam": beam, "top_p": 0.5}},
+        "sampling.top_k": {"sampling": {"beam": beam, "top_k": 5}},
+        "sampling.min_p": {"sampling": {"beam": beam, "min_p": 0.5}},
+        "sampling.seed": {"sampling": {"beam": beam, "seed": 0}},
+        "sampling.best_of": {"sampling": {"beam": beam, "best_of": 3}},
+        "constraint": {"sampling": {"beam": beam}, "constraint": {"regex": "a+"}},
+        "stopping.stop": {"sampling": {"beam": beam}, "stopping": {"stop": ["x"]}},
+        "resume": {"sampling": {"beam": beam}, "request_id": "r", "resume": [{"index": 0, "token_ids": [1]}]},
+        "sampling.beam.width": {"sampling": {"beam": {"width": 17}}},
+    }
+    async with running_stack(source) as stack:
+        for field, fields in others.items():
+            await check_refused(stack, field, **fields)
+        for bad in ({"width": 0}, {}, {"early_stopping": True}):
+            await check_refused(stack, "sampling.beam.width", sampling={"beam": bad})
+        await check_refused(stack, "sampling.beam.width", sampling={"n": 4, "beam": beam})
+        await check_refused(stack, "sampling.beam.length_penalty", sampling={"beam": beam | {"length_penalty": 10.5}})
+        await check_untouched(stack)
+        off = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+        response = await stack.generate(sampling={"beam": beam, **off}, stopping={"max_tokens": 2})
+        assert response.choices[0].HasField("beam")
+
+
+async def test_a_beam_wider_than_the_engine_is_refused_with_the_numbers(source: str) -> None:
+    async with running_stack(source, max_rows=2) as stack:
+        error = await refusal(stack, sampling={"beam": {"width": 3}})
+        assert (error.reason, error.metadata["max_running_requests"]) == ("NEVER_FITS", "2")
+        await check_untouched(stack)
 
 
 async def test_neutral_values_of_unsupported_fields_are_fine(source: str) -> None:

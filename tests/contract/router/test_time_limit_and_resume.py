@@ -91,7 +91,7 @@ async def test_an_answer_within_the_time_limit_does_not_notice_it(source: str) -
     async with running_stack(source, saying("done")) as stack:
         response = await stack.generate("quick?", time_limit=limit(1000))
         assert response.choices[0].text == "done"
-        assert not stack.engine._time_limits
+        assert not stack.engine._ends.time_limits
 
 
 @pytest.mark.parametrize("bad", [{"seconds": 0}, {"seconds": -1}, {"nanos": -1}, {"seconds": 2**40}])

@@ -14,6 +14,7 @@ import logging
 from array import array
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,10 +29,11 @@ from executor.pending import DoneOutput
 from executor.servicer_messages import outcome_response, step_of
 from executor.session import Session
 from executor.sessions import Opened, Opening, SessionStore
-from executor.step import Ints, StepOutput, StepResult
+from executor.step import Candidates, Ints, StepOutput, StepResult
 from executor.step_check import StepLimits
 from octavo.errors import OctavoError
 from router import outbox as router_outbox
+from router.beam import Candidate, Search, SearchRules
 from router.clients.step_messages import outcome_of, step_message
 from router.engine import Engine, EngineLimits
 from router.ids import SessionKey
@@ -40,7 +42,7 @@ from router.metrics import RouterMetrics
 from router.model import Model
 from router.outbox import Allocation, Commit, Extension, Fork, Outbox, Release
 from router.raw import RawRequest
-from router.request import FinishReason, RequestSpec
+from router.request import BeamSearch, FinishReason, RequestSpec
 from router.step import Step
 from router.text.answer import AnswerText
 from router.text.detokenizer import Detokenizer
@@ -51,8 +53,9 @@ from tests.property.cache_service.cache_drivers import InProcessDriver, allocati
 B, NUM_BLOCKS = 4, 40
 MODEL = Model("m", "", "", "f", "a", 100, 64, frozenset(), "cpu", B, NUM_BLOCKS, "float32", "", "", "cpu", 8, 16, 2)
 LIMITS = StepLimits(B, NUM_BLOCKS, vocabulary_size=100, max_context_tokens=64, max_tokens_per_step=16)
-PROMPTS = {"one": (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11), "two": (50, 51, 52, 53, 54, 55)}
-NUM_ANSWERS = {"one": 1, "two": 2}
+PROMPTS = {"one": (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11), "two": (50, 51, 52, 53, 54, 55), "beams": (20, 21, 22, 23, 24)}
+NUM_ANSWERS = {"one": 1, "two": 2, "beams": 2}
+WIDTHS = {"beams": 2}
 MAX_TOKENS = 5
 EXECUTORS = ("e", "s")
 POINTS = ("before send", "after send", "before acknowledge", "after acknowledge")
@@ -67,6 +70,23 @@ def answer_of(prompt: tuple[int, ...]) -> tuple[int, ...]:
     for _ in range(MAX_TOKENS):
         history += (next_token(history),)
     return history[len(prompt) :]
+
+
+def candidates_of(history: tuple[int, ...], count: int) -> list[tuple[int, float]]:
+    """The best next tokens, of which one or two are close to each other."""
+    first = next_token(history)
+    close = (first * 3 + len(history)) % 8 / 16
+    best = [(first, -0.25), ((first + 1) % 100, -0.25 - close), ((first + 2) % 100, -1.5), ((first + 3) % 100, -2.0)]
+    return sorted(best[:count], key=lambda each: (-each[1], each[0]))
+
+
+def search_of(prompt: tuple[int, ...], width: int) -> Search:
+    """The search, led by hand."""
+    search = Search(SearchRules(width, 1.0, False, frozenset(), MAX_TOKENS))
+    while not search.is_done:
+        histories = [(*prompt, *beam.token_ids()) for beam in search.beams]
+        search.advance([[Candidate(*each) for each in candidates_of(history, width)] for history in histories])
+    return search
 
 
 class Memory:
@@ -91,7 +111,14 @@ class Memory:
             for index in range(start, end):
                 histories[index] = self._compute(table, int(batch.positions[index]), int(batch.input_ids[index]))
         sampled = [next_token(histories[index]) for index in batch.logits_tokens.tolist()]
-        return DoneOutput(StepOutput(np.array(sampled, np.int64), np.ones(len(sampled), bool), 1))
+        output = StepOutput(np.array(sampled, np.int64), np.ones(len(sampled), bool), 1)
+        if (wanted := batch.candidates) is None:
+            return DoneOutput(output)
+        ends = [histories[int(batch.logits_tokens[row])] for row in wanted.rows.tolist()]
+        best = [candidates_of(end, count) for end, count in zip(ends, wanted.counts.tolist(), strict=True)]
+        ids, scores = zip(*itertools.chain.from_iterable(best), strict=True)
+        candidates = Candidates(wanted.rows, wanted.counts, np.array(ids, np.int64), np.array(scores, np.float32))
+        return DoneOutput(replace(output, candidates=candidates))
 
     def _compute(self, table: list[int], position: int, token: int) -> tuple[int, ...]:
         before = self.places[table[(position - 1) // B], (position - 1) % B] if position else ()
@@ -129,7 +156,9 @@ class World:
         self.requests = [self._submit(name) for name in PROMPTS]
 
     def _submit(self, name: str) -> LiveRequest:
-        raw = RawRequest(request_id=name, token_ids=PROMPTS[name], n=NUM_ANSWERS[name], max_tokens=MAX_TOKENS)
+        beam = BeamSearch(WIDTHS[name], 1.0, early_stopping=False) if name in WIDTHS else None
+        about = {"n": NUM_ANSWERS[name], "max_tokens": MAX_TOKENS, "beam": beam}
+        raw = RawRequest(request_id=name, token_ids=PROMPTS[name], **about)
         checked = validate(raw, MODEL, RequestLimits(4, 16, 4), "unused")
         live = self.engine.reserve(checked)
         answers = [
@@ -334,6 +363,9 @@ class World:
             assert error is None or error.reason == "RELEASED", error
 
     def _fork(self, batch: list[Fork]) -> None:
+        if releases := [release for fork in batch for release in fork.first]:
+            self._release(releases)
+            self.number += 1
         items = [cache.Fork(item.parent_id, item.child_ids, _commit_of(item.commit)) for item in batch]
         for item, found in zip(batch, self.driver.fork(self._header(), items), strict=True):
             error = found if isinstance(found, OctavoError) else None
@@ -357,9 +389,16 @@ class World:
         """Each answer whole, each token once, and no block left behind."""
         for live in self.requests:
             prompt = PROMPTS[live.request_id]
+            if live.beams is not None:
+                found, right = live.beams.search, search_of(prompt, WIDTHS[live.request_id])
+                assert [(each.beam.token_ids(), each.score) for each in found.best(9)] == [
+                    (each.beam.token_ids(), pytest.approx(each.score)) for each in right.best(9)
+                ]
+                continue
             for choice in live.choices:
                 assert tuple(choice.tokens[len(prompt) :]) == answer_of(prompt)
-        total = sum(NUM_ANSWERS.values()) * MAX_TOKENS
+        total = sum(count for name, count in NUM_ANSWERS.items() if name not in WIDTHS) * MAX_TOKENS
+        total += sum(search_of(PROMPTS[name], width).num_tokens for name, width in WIDTHS.items())
         assert (
             self.metrics.registry.get_sample_value(
                 "octavo_generation_tokens_total", {"model_name": "m", "engine": "engine"}
