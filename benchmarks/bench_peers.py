@@ -96,13 +96,13 @@ class Contenders:
             return self._leave_out(OPENVINO, str(error))
         self.there.append(Contender(f"{OPENVINO} {peer.process.version.split('-')[0]}", peer.measure))
 
-    def add_vllm(self, stack: ExitStack, python: Path, model: str, dtype: str) -> None:
+    def add_vllm(self, stack: ExitStack, python: Path, model: str, dtype: str, options: list[str]) -> None:
         """Behind its own server."""
         if not has_package(python, "vllm"):
             return self._leave_out(VLLM, f"{python} has no vllm; make vllm-venv makes an environment that has")
         folder = stack.enter_context(dense_folder(model))
         try:
-            server = stack.enter_context(vllm_serving(python, folder, dtype))
+            server = stack.enter_context(vllm_serving(python, folder, dtype, options))
         except RuntimeError as error:
             return self._leave_out(VLLM, str(error))
         self.there.append(Contender(f"{VLLM} {server.version} {dtype}", server.measure))
@@ -118,7 +118,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         found = Contenders()
         found.add_octavo(stack, arguments)
         found.add_openvino(stack, arguments.peers_python, arguments.model)
-        found.add_vllm(stack, arguments.vllm_python, arguments.model, arguments.vllm_dtype)
+        vllm = (arguments.vllm_dtype, arguments.vllm_option)
+        found.add_vllm(stack, arguments.vllm_python, arguments.model, *vllm)
         contenders = found.there
         for contender in contenders:
             contender.measure(workload_w(2, 2, seed=0))  # warm-up
@@ -129,7 +130,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                     contender.take(streams, load)
         rows = rows_of(contenders, arguments.streams)
         runs = {each.name: each.found for each in contenders}
-    asked = {"runs": arguments.runs, "options": arguments.options}
+    asked = {"runs": arguments.runs, "options": arguments.options, "vllm_options": arguments.vllm_option}
     return {**asked, "rows": rows, "left_out": found.left_out, "each_run": runs}
 
 
@@ -143,6 +144,9 @@ def main() -> None:
     parser.add_argument("--peers-python", type=Path, default=Path("build/bench-peers-venv/bin/python"))
     parser.add_argument("--vllm-python", type=Path, default=Path("build/vllm-venv/bin/python"))
     parser.add_argument("--vllm-dtype", default=fastest_dtype(), help="bfloat16 or float32; without it, the faster one")
+    parser.add_argument(
+        "--vllm-option", action="append", default=[], help="more of vLLM's: --vllm-option=--enforce-eager"
+    )
     parser.add_argument("--json", type=Path, help="where the JSON goes; without it, results/bench_peers.json")
     parser.add_argument("options", nargs="*", help="more options of octavo serve, behind --")
     arguments = parser.parse_args()

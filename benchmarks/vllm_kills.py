@@ -12,8 +12,10 @@ import os
 import signal
 import statistics
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +59,7 @@ class Kill:
     num_lost_tokens: int
 
 
-def kill_engines(python: Path, folder: str, dtype: str, num_kills: int) -> tuple[str, list[Kill]]:
+def kill_engines(serve: Callable[[], AbstractContextManager[VllmServer]], num_kills: int) -> tuple[str, list[Kill]]:
     """Version, and every kill.
 
     Raises:
@@ -65,12 +67,12 @@ def kill_engines(python: Path, folder: str, dtype: str, num_kills: int) -> tuple
     """
     found: list[Kill] = []
     with ExitStack() as stack:
-        server = stack.enter_context(vllm_serving(python, folder, dtype))
+        server = stack.enter_context(serve())
         while len(found) < num_kills:
             streams = [Stream(prompt) for prompt in PROMPTS]
             killed = asyncio.run(_kill_under(server, streams))
             stack.close()
-            server = stack.enter_context(vllm_serving(python, folder, dtype))
+            server = stack.enter_context(serve())
             ready_s, start_cpu_s = time.monotonic() - killed, server.cpu_seconds()
             broken = [stream for stream in streams if not stream.is_whole]
             waits_s = asyncio.run(_ask_again(server, broken, killed))
@@ -139,14 +141,19 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--vllm-python", type=Path, default=Path("build/vllm-venv/bin/python"))
     parser.add_argument("--vllm-dtype", default=fastest_dtype(), help="bfloat16 or float32; without it, the faster one")
+    parser.add_argument(
+        "--vllm-option", action="append", default=[], help="more of vLLM's: --vllm-option=--enforce-eager"
+    )
     parser.add_argument("--json", type=Path, help="where the figures go, instead of benchmarks/results")
     options = parser.parse_args()
     if not has_package(options.vllm_python, "vllm"):
         print(f"vLLM is left out: {options.vllm_python} has no vllm; make vllm-venv makes an environment that has")
         return
     with dense_folder(options.model) as folder:
-        row = row_of(*kill_engines(options.vllm_python, folder, options.vllm_dtype, options.kills))
-    content = {"model": options.model, "dtype": options.vllm_dtype, "rows": [row]}
+        serve = partial(vllm_serving, options.vllm_python, folder, options.vllm_dtype, options.vllm_option)
+        row = row_of(*kill_engines(serve, options.kills))
+    about = {"model": options.model, "dtype": options.vllm_dtype, "options": options.vllm_option}
+    content = {**about, "rows": [row]}
     print(results_file.write("vllm_kills", "benchmarks.vllm_kills", content, options.json))
 
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,15 +97,18 @@ class VllmServer:
 
 
 @contextmanager
-def vllm_serving(python: Path, folder: str, dtype: str) -> Iterator[VllmServer]:
+def vllm_serving(python: Path, folder: str, dtype: str, options: Sequence[str] = ()) -> Iterator[VllmServer]:
     """A server with the model in this folder, ready when this yields; a minute and more, stopped afterwards.
+
+    Args:
+        options: more of vLLM's.
 
     Raises:
         RuntimeError: it did not start.
     """
     port = free_port()
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", f"--model={folder}", f"--dtype={dtype}"]
-    command += ["--host=127.0.0.1", f"--port={port}", f"--served-model-name={NAME}", *OPTIONS]
+    command += ["--host=127.0.0.1", f"--port={port}", f"--served-model-name={NAME}", *OPTIONS, *options]
     process = subprocess.Popen(command, env=_environment(), stdin=subprocess.DEVNULL, stdout=sys.stderr)
     try:
         _wait_until_it_answers(process, port)
