@@ -40,8 +40,8 @@ class CacheServiceConfig(BaseModel):
     )
     tenant_weights: dict[str, Annotated[float, Field(gt=0)]] = Field(
         {},
-        description="shares of the cache by tenant, against each other, as a JSON object or a table; a tenant that is "
-        "not named has 1",
+        description="shares of the cache by tenant, against each other, as a JSON object or a table; a prefix group "
+        "is group:NAME; a tenant that is not named has 1",
     )
     shared_memory_dir: str = Field("/dev/shm", description="memory file system that arenas are made in")
     default_lease_ttl_s: float = Field(

@@ -103,7 +103,8 @@ def _tenants(arenas: list[ManagedArena]) -> Metric:
     """Tenants with most blocks by name, all others as one."""
     family = GaugeMetricFamily(
         "octavo_kv_tenant_blocks",
-        "KV blocks by tenant (empty: requests without one): cached ones, and those in use or fenced.",
+        "KV blocks by tenant (empty: requests without one; group:NAME: of a prefix group): cached ones, and those in "
+        "use or fenced.",
         labels=["arena", "tenant", "state"],
     )
     for arena in arenas:

@@ -13,6 +13,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from executor.config import ExecutorConfig
+from octavo.ending import end_process
 from octavo.errors import Code, OctavoError
 from octavo.logs import configure_logging
 from octavo.settings import load_settings
@@ -100,4 +101,4 @@ class _Stop:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from executor.batch import Batch
 from executor.pending import PendingOutput, StepRunner
-from executor.step import Ints, StepError, StepOutput
+from executor.step import REASONS, Ints, StepError, StepOutput
 from octavo.metrics import ITERATION_TOKENS, STEP_TIME_SECONDS
 
 
@@ -36,6 +36,8 @@ class ExecutorMetrics:
             "octavo_steps_failed_total", "Steps that failed in the model.", ["model_name", "reason"], registry=registry
         )
         self._model_name = model_name
+        for reason in REASONS:  # they begin at 0: growth is what is looked for, and what appears has not grown
+            self._failures.labels(model_name, reason)
 
     def ran(self, num_tokens: int, seconds: float) -> None:
         """A step of num_tokens ran."""

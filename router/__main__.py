@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 
+from octavo.ending import end_process
 from octavo.logs import configure_logging
 from octavo.settings import load_settings
 from octavo.tracing import Tracing, start_tracing
@@ -55,4 +56,4 @@ def _on_signal(stop: asyncio.Event) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -52,6 +52,7 @@ class Router:
         self.metrics = RouterMetrics(lambda: self.fleet.links, self._trace)
         router_id = config.router_id or f"{socket.gethostname()}:{config.listen}"
         self.fleet = Fleet(config, router_id, self.metrics, self._threads, self._show_ready, load)
+        self.metrics.begin(link.name for link in self.fleet.links)
         self.metrics.registry.register(TlsCollector({"public": self._tls, "internal": self.fleet.tls}))
         self._gate = Gate(config, self.metrics.registry)
         traces = RequestTraces(tracing)

@@ -117,9 +117,9 @@ class RouterConfig(BaseModel):
     )
     trace_steps: int = Field(10_000, ge=1, le=1_000_000, description="steps that the trace keeps")
     max_concurrent_calls: int = Field(
-        2048, ge=1, description="calls of any kind at a time; more are refused before anything of them is read"
+        1024, ge=1, description="calls of any kind at a time; more are refused before anything of them is read"
     )
-    max_message_mib: int = Field(32, ge=1, le=32, description="MiB of one message of a client")
+    max_message_mib: int = Field(4, ge=1, le=32, description="MiB of one message of a client")
     keepalive_s: float = Field(30.0, gt=0, description="seconds of silence after which a client's connection is probed")
 
     @property

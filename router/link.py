@@ -37,6 +37,7 @@ FIRST_BACKOFF_S = 0.1
 MAX_UNHEARD_WAITS = 6
 HANDOVER_INTERVAL_S = 0.25  # between two looks for a successor of an executor that wants to end
 MAX_BACKOFF_S = 2.0
+MAX_SESSION_BACKOFF_S = 0.25  # running requests wait, and most of an executor's new start is behind it by then
 # After a fault of our own the same may happen again at once: as Kubernetes does with a container that crashes.
 FIRST_FAULT_PAUSE_S = 1.0
 MAX_FAULT_PAUSE_S = 60.0
@@ -294,7 +295,7 @@ class Link:
 
     async def _open_session(self, life: _Life) -> Session:
         model = life.backend.model
-        backoff = Backoff(FIRST_BACKOFF_S, MAX_BACKOFF_S)
+        backoff = Backoff(FIRST_BACKOFF_S, MAX_SESSION_BACKOFF_S)
         num_waits = 0  # for one that is about to be dead, or to say that its session is over: requests may wait as long
         while True:
             pause_s = None

@@ -19,6 +19,9 @@ from router.request import Timing, Usage
 from router.trace import StepTrace
 
 LABELS = ("model_name", "engine")
+ANSWERING = ("Generate", "GenerateStream")
+FAILURES = ("UNAVAILABLE", "INTERNAL", "UNKNOWN", "DATA_LOSS")  # by the server's fault, as alerts count them
+CAUSES_OF_RECOMPUTING = ("executor_lost", "cache_service_lost", "preemption")
 # Longest answer that its histogram tells apart; the model's own length is known only once it is served.
 MAX_COUNTED_TOKENS = 200_000
 
@@ -48,6 +51,9 @@ class EngineView(Protocol):
 class RouterMetrics:
     """Counters and histograms of all engines' requests; hands each engine its own `Observer`.
 
+    What alerts watch begins at 0, before anything of it has happened: a series that appears with its first event has
+    not grown in the eyes of Prometheus, and that event, often the only one, would be missed.
+
     Args:
         engines: all that are configured; read at each scrape.
         trace: is told of every step too.
@@ -63,6 +69,14 @@ class RouterMetrics:
     def of(self, engine: str, model_name: str) -> "EngineMetrics":
         """The observer of an engine while it serves a model."""
         return EngineMetrics(self, engine, model_name)
+
+    def begin(self, engines: Iterable[str]) -> None:
+        """The names of the engines are known."""
+        for engine in engines:
+            self.faults.labels(engine)
+        for method in ANSWERING:
+            for code in ("OK", *FAILURES):
+                self.calls.labels(method, code)
 
     def on_rejected(self, reason: str, model_name: str = "", engine: str = "") -> None:
         """A request was refused before it was queued; by what engine, as far as it came."""
@@ -139,6 +153,10 @@ class EngineMetrics:
         self._iteration = metrics.iteration.labels(*labels)
         self._plan_time = metrics.step_time.labels(*labels, "plan")
         self._deliver_time = metrics.step_time.labels(*labels, "deliver")
+        metrics.preemptions.labels(*labels)
+        metrics.takeover.labels(*labels)
+        for cause in CAUSES_OF_RECOMPUTING:
+            metrics.recomputed.labels(*labels, cause)
 
     def on_admitted(self, num_queried_tokens: int, num_hit_tokens: int) -> None:
         self._metrics.queries.labels(*self._labels).inc(num_queried_tokens)

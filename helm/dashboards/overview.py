@@ -54,7 +54,7 @@ _NOW = Row(
             "Calls that fail",
             "percentunit",
             f"sum(rate({_FAILED_CALLS})) / sum(rate({_CALLS}))",
-            "Share of Generate calls that end by the server's fault, of all models.",
+            "Share of Generate calls that end by the server's fault, of all models; - while there are no calls.",
             warn_at=0.001,
             alarm_at=0.0144,
         ),

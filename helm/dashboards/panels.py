@@ -87,7 +87,7 @@ def figure(
 
 @dataclass(frozen=True)
 class Row:
-    """Panels side by side, all of one width."""
+    """Panels side by side."""
 
     title: str
     panels: Sequence[Panel]
@@ -140,10 +140,16 @@ def make_dashboard(
     number = 0
     for row in rows:
         made.with_row(dashboard.Row(row.title).id(number := number + 1))
-        for panel in row.panels:
+        for panel, width in zip(row.panels, _widths(len(row.panels)), strict=True):
             build = _number if panel.is_number else _time_series
-            made.with_panel(build(panel, GRID_COLUMNS // len(row.panels), row.height).id(number := number + 1))
+            made.with_panel(build(panel, width, row.height).id(number := number + 1))
     return made
+
+
+def _widths(num_panels: int) -> list[int]:
+    """Of panels that fill a row, as even as columns allow, wider ones first."""
+    width, num_wider = divmod(GRID_COLUMNS, num_panels)
+    return [width + (place < num_wider) for place in range(num_panels)]
 
 
 def _chosen_from(name: str, label: str, query: str) -> dashboard.QueryVariable:

@@ -52,7 +52,7 @@ _SHARES = Row(
             "short",
             f"sum by (tenant, state) (octavo_kv_tenant_blocks{{{_BY_TENANT}}})",
             "{{tenant}} {{state}}",
-            "Cached ones go first from the tenant that has most blocks for its weight.",
+            "Cached ones go first from the tenant that has most blocks for its weight. A prefix group is group:NAME.",
         ),
         Panel(
             "Tokens by kind",
@@ -79,16 +79,19 @@ _LIMITS = Row(
             _rate("octavo_authentication_failures_total", "reason", BY_NAMESPACE),
             "{{reason}}",
         ),
-        Panel(
+        stacked(
             "Changes of the tenants file",
             "short",
-            [
-                Query(
-                    f"sum by (outcome) (increase(octavo_tenants_reloads_total{{{BY_NAMESPACE}}}[1h]))", "{{outcome}}"
-                ),
-                Query(f"min(octavo_tenants_file_good{{{BY_NAMESPACE}}})", "file can be used"),
-            ],
-            "Within an hour, over all routers. A file that cannot be used changes nothing.",
+            f"sum by (outcome) (increase(octavo_tenants_reloads_total{{{BY_NAMESPACE}}}[1h]))",
+            "{{outcome}}",
+            "Within an hour, over all routers.",
+        ),
+        Panel(
+            "Tenants file that can be used",
+            "short",
+            [Query(f"min(octavo_tenants_file_good{{{BY_NAMESPACE}}})", "all routers")],
+            "0: some router's file has changed and cannot be used; the tenants of before stay.",
+            maximum=1,
         ),
     ],
 )

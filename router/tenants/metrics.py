@@ -63,6 +63,8 @@ class TenantMetrics:
             ("outcome",),
             registry=registry,
         )
+        for outcome in ("ok", "failed"):
+            self._reloads.labels(outcome)  # begins at 0, so that the first one is seen to be one more
         registry.register(_Gauges(self._labels, in_flight, is_file_good))
 
     def on_begun(self, tenant: str) -> None:

@@ -31,10 +31,11 @@ class Tenant:
 
     @property
     def cache_tenant(self) -> str | None:
-        """What is part of the key of its blocks. No name of a group can pass for the name of a tenant."""
-        if self.prefix_group:
-            return f"group:{self.prefix_group}"
-        return f"tenant:{self.name}" if self.name else None
+        """What is part of the key of its blocks, and what the cache service's metrics and weights call it.
+
+        No name of a group can pass for the name of a tenant, which has no colon.
+        """
+        return f"group:{self.prefix_group}" if self.prefix_group else self.name or None
 
     def may_use(self, model_name: str) -> bool:
         return self.models is None or model_name in self.models

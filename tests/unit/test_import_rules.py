@@ -34,6 +34,7 @@ FOUNDATION = {
     "cuda_driver",
     "memory_handle",
     "grammar",
+    "ending",
 }
 CLIENT = {
     *("answer", "client", "async_client", "client_channel", "continuation", "messages", "options", "results", "retry"),

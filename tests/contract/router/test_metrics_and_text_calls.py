@@ -5,6 +5,7 @@ import urllib.request
 
 import grpc
 import pytest
+from prometheus_client import generate_latest
 
 from octavo.errors import Code
 from octavo.rpc import error_of_call
@@ -29,6 +30,20 @@ async def test_tokenize_and_detokenize(source: str) -> None:
             await stack.stub.Tokenize(inference_pb2.TokenizeRequest(chat=robot))
         error = error_of_call(caught.value)
         assert (error.code, error.violations[0].field) == (Code.INVALID_ARGUMENT, "chat.messages")
+
+
+async def test_counters_that_alerts_watch_begin_at_zero(source: str) -> None:
+    """A series that appears with its first event has not grown, so nobody would hear of that event."""
+    async with running_stack(source) as stack:
+        lines = generate_latest(stack.router.metrics.registry).decode().splitlines()
+        for series in (
+            'octavo_router_faults_total{engine="engine-0"} 0.0',
+            'octavo_num_preemptions_total{engine="engine-0",model_name="scripted"} 0.0',
+            'octavo_takeover_time_seconds_count{engine="engine-0",model_name="scripted"} 0.0',
+            'octavo_grpc_requests_total{grpc_code="UNAVAILABLE",method="Generate"} 0.0',
+            'octavo_grpc_requests_total{grpc_code="INTERNAL",method="GenerateStream"} 0.0',
+        ):
+            assert series in lines
 
 
 async def test_a_scrape_after_known_requests(source: str) -> None:

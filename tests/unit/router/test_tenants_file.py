@@ -47,7 +47,7 @@ def test_a_tenant_with_all_that_can_be_said(tmp_path: Path):
     assert (found.name, found.cache_tenant, found.max_queue_share) == ("acme", "group:partners", 0.5)
     assert found.may_use("small")
     assert not found.may_use("large")
-    assert read_directory(path).authenticate("octavo_other", 0).cache_tenant == "tenant:other"
+    assert read_directory(path).authenticate("octavo_other", 0).cache_tenant == "other"
 
 
 def test_the_name_of_a_group_never_passes_for_a_tenant(tmp_path: Path):
