@@ -21,6 +21,7 @@ from router.trace import StepTrace
 LABELS = ("model_name", "engine")
 ANSWERING = ("Generate", "GenerateStream")
 FAILURES = ("UNAVAILABLE", "INTERNAL", "UNKNOWN", "DATA_LOSS")  # by the server's fault, as alerts count them
+CAUSES_OF_PREEMPTION = ("pool", "quota")
 CAUSES_OF_RECOMPUTING = ("executor_lost", "cache_service_lost", "preemption")
 # Longest answer that its histogram tells apart; the model's own length is known only once it is served.
 MAX_COUNTED_TOKENS = 200_000
@@ -153,7 +154,8 @@ class EngineMetrics:
         self._iteration = metrics.iteration.labels(*labels)
         self._plan_time = metrics.step_time.labels(*labels, "plan")
         self._deliver_time = metrics.step_time.labels(*labels, "deliver")
-        metrics.preemptions.labels(*labels)
+        for cause in CAUSES_OF_PREEMPTION:
+            metrics.preemptions.labels(*labels, cause)
         metrics.takeover.labels(*labels)
         for cause in CAUSES_OF_RECOMPUTING:
             metrics.recomputed.labels(*labels, cause)

@@ -38,7 +38,7 @@ async def test_counters_that_alerts_watch_begin_at_zero(source: str) -> None:
         lines = generate_latest(stack.router.metrics.registry).decode().splitlines()
         for series in (
             'octavo_router_faults_total{engine="engine-0"} 0.0',
-            'octavo_num_preemptions_total{engine="engine-0",model_name="scripted"} 0.0',
+            'octavo_num_preemptions_total{cause="pool",engine="engine-0",model_name="scripted"} 0.0',
             'octavo_takeover_time_seconds_count{engine="engine-0",model_name="scripted"} 0.0',
             'octavo_grpc_requests_total{grpc_code="UNAVAILABLE",method="Generate"} 0.0',
             'octavo_grpc_requests_total{grpc_code="INTERNAL",method="GenerateStream"} 0.0',
