@@ -23,7 +23,7 @@ PROTOS := $(wildcard protos/octavo/v1/*.proto)
 PROTOC := -Iprotos -Iprotos/third_party
 
 .PHONY: help demo test test-long lint format protos protos-check docs chart chart-lint alerts-long kernels-compile \
-	proxies-long kernels-long gpu-wheels gpu-check bench bench-peers block-manager-peers vllm-venv kills fuzz soak \
+	proxies-long dashboards-draw kernels-long gpu-wheels gpu-check bench bench-peers block-manager-peers vllm-venv kills fuzz soak \
 	chaos chaos-short clean
 
 help: ## list the targets
@@ -80,6 +80,9 @@ chart-lint: $(VENV)-chart/.lint ## policies on the chart and the Containerfile; 
 proxies-long: $(VENV)/.test $(VENV)-proxies/.tools ## nginx, Envoy and grpcurl in front of real routers, restarted under load; minutes
 	$(BIN)/python -m pytest tests/proxies -m long $(ARGS)
 
+dashboards-draw: $(VENV)/.test $(VENV)-draw/.tools ## pictures of the dashboards under load, into build/dashboards; minutes
+	$(BIN)/python -m tests.dashboards.scene --draw-with $(VENV)-draw/bin/python $(ARGS) build/dashboards
+
 kernels-compile: $(VENV)/.test ## compile every Triton kernel ahead of time; needs no GPU
 	env -u TRITON_INTERPRET $(BIN)/python -m kernels.compile
 
@@ -128,7 +131,7 @@ gpu-check: ## on a machine with a GPU: its tests and benchmarks, under nine minu
 	$(PYTHON) tests/gpu/check.py $(ARGS)
 
 clean: ## remove what make has made
-	rm -rf $(VENV) $(VENV)-chart $(VENV)-proxies build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-chart $(VENV)-proxies $(VENV)-draw build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 # The stamps say what is installed; a change of the requirements installs again. pip is renewed first: that of an older
@@ -164,6 +167,12 @@ $(VENV)-chart/.lint: $(VENV)/.test helm/lint/requirements.txt
 	$(PYTHON) -m venv $(VENV)-chart
 	$(VENV)-chart/bin/python -m pip install --quiet --upgrade pip
 	$(VENV)-chart/bin/python -m pip install --quiet --requirement helm/lint/requirements.txt
+	@touch $@
+
+# What draws is of use for nothing else.
+$(VENV)-draw/.tools:
+	$(PYTHON) -m venv $(VENV)-draw
+	$(VENV)-draw/bin/python -m pip install --quiet matplotlib
 	@touch $@
 
 # nginx comes from the system: apt-get install nginx-light.

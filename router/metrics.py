@@ -221,7 +221,9 @@ class _Gauges(Collector):
         wanted = _gauge("spare_executors", "Executors that should be attached, loaded and idle, as configured")
         running = _gauge("num_requests_running", "Requests that hold blocks")
         waiting = _gauge("num_requests_waiting", "Requests that wait")
-        usage = _gauge("kv_cache_usage_ratio", "Blocks that requests hold, of the pool")
+        usage = _gauge(
+            "kv_cache_usage_ratio", "Blocks that requests hold, of the pool; one that several share counts for each"
+        )
         by_reason = _gauge("num_requests_waiting_by_reason", "Requests that wait, by what for", "reason")
         for engine in self._engines():
             labels = (engine.model.name if engine.model is not None else "", engine.name)

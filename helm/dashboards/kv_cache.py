@@ -68,7 +68,7 @@ _BLOCKS = Row(
             "In use, by engine",
             "percentunit",
             [Query(f"max by (engine) (octavo_kv_cache_usage_ratio{{{BY_MODEL}}})", "{{engine}}")],
-            "Of the pool, as the router that has most of it knows.",
+            "As the router with the most counts: a block that requests share counts for each.",
             maximum=1,
         ),
         stacked(

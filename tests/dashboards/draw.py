@@ -23,6 +23,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
+from PIL import Image
 
 FOLDER = Path(__file__).parents[2] / "helm" / "octavo" / "files" / "dashboards"
 COLUMNS, CELL_IN, LINE_IN = 24, 0.75, 0.36  # of Grafana's grid, in inches
@@ -107,9 +108,11 @@ class Page:
         return empty
 
     def save(self, file: Path) -> None:
-        """As a PNG."""
-        self._figure.savefig(file, dpi=70)
+        """As a PNG of few colors, which is small."""
+        self._figure.savefig(file, dpi=60)
         plt.close(self._figure)
+        with Image.open(file) as picture:
+            picture.convert("RGB").quantize(48).save(file, optimize=True)
 
     def _box(self, place: dict[str, int]) -> tuple[float, float, float, float]:
         """Left, bottom, width, height in parts of the figure, with a gap around."""
