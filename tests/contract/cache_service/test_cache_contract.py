@@ -298,6 +298,27 @@ def test_bad_extensions_and_forks_name_their_fields(driver: GrpcDriver) -> None:
         assert refused.value.reason == reason
 
 
+def test_releases_of_a_message_that_forks_come_before_its_forks(driver: GrpcDriver) -> None:
+    """The children have the blocks of what is released; what is wrong with a release is said, and stops no fork."""
+    driver.register("e", 4, B)
+    router = ScriptedRouter(driver)
+    parent, _ = router.allocate(*range(B + 1))
+    router.commit(parent, B + 1)
+    other, _ = router.allocate(100)
+    with pytest.raises(OctavoError) as refused:
+        router.fork(parent, 11)
+    assert refused.value.reason == "NO_BLOCKS"
+    request = cache_pb2.ForkSequencesRequest(header=header_message(router.header()))
+    request.forks.add(parent_sequence_id=parent, child_sequence_ids=[12])
+    request.releases.add(sequence_id=other)
+    bad = request.releases.add(sequence_id=parent)
+    bad.commit.sequence_id, bad.commit.num_computed_tokens = parent, 400
+    response = driver.call("ForkSequences", request)
+    assert not response.forks[0].status.code
+    assert [bool(status.code) for status in response.release_statuses] == [False, True]
+    assert driver.call("ForkSequences", request) == response
+
+
 def test_a_release_refuses_the_commit_of_another_sequence(driver: GrpcDriver) -> None:
     driver.register("e", 8, B)
     router = ScriptedRouter(driver)

@@ -6,6 +6,7 @@ search itself to its definition.
 
 import asyncio
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -143,8 +144,20 @@ async def test_a_search_gives_way_and_comes_back_as_one(source: str, max_steps_i
         await stack.settle()
 
 
-async def test_a_search_alone_fills_the_pool_to_the_last_block(source: str) -> None:
-    """What admission lets in runs whole: dying beams make room for the copies of the others."""
+def apart_then_forked(history: Sequence[int]) -> list[tuple[int, float]]:
+    """Four beams part at once and go on alone; late, the first is doubled and the last dies."""
+    said = history[17:]
+    if not said:
+        return [(ord(letter), -0.1 * (1 + place)) for place, letter in enumerate("abcd")]
+    if len(said) == 9 and said[0] in b"ad":
+        return [(ord("x"), -0.01), (ord("y"), -0.02)] if said[0] == ord("a") else [(ord("x"), -30.0)]
+    return [(said[0], -0.05), (ord("z"), -20.0)]
+
+
+async def test_a_search_alone_fills_the_pool_to_the_last_block(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What admission lets in runs whole: a dying beam makes room for the copy of another, for which there is none."""
+    monkeypatch.setattr("tests.fakes.likely", apart_then_forked)
+    monkeypatch.setitem(globals(), "likely", apart_then_forked)
     prompt, width = "abcdefghijklmnopq", 4  # 4 full blocks and a part of one
     async with running_stack(source, num_blocks=1 + 4 + width * 3) as stack:
         await searched(stack, prompt, width, width, (4 + 3) * B + 1 - len(prompt), stopping={"ignore_eos": True})

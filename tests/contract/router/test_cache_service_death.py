@@ -119,15 +119,21 @@ async def test_an_idle_router_speaks_as_soon_as_there_is_a_cache_service_again(
 
 
 async def test_a_cache_service_that_dies_again_and_again(source: str, cache: CacheProcess) -> None:
+    """Under an answer that is drawn and a search, whose forks are asked for again."""
+    stopping = {"max_tokens": 40, "ignore_eos": True}
+    beams: dict[str, Any] = {"sampling": {"n": 3, "beam": {"width": 3}}, "stopping": stopping}
     async with running_stack(source, cache=cache) as stack:
         whole = await stack.generate("x" * 9, stopping=TOKENS, cache={"bypass": True})
+        found = await stack.generate("y" * 9, cache={"bypass": True}, **beams)
         before = stack.metric("octavo_generation_tokens_total")
         stack.executor.hooks.before_step = slow
         call = asyncio.create_task(stack.generate("x" * 9, stopping=TOKENS, cache={"bypass": True}))
-        for count in (5, 25, 45):
+        search = asyncio.create_task(stack.generate("y" * 9, cache={"bypass": True}, **beams))
+        for count in (10, 60, 110):
             await wait_for_tokens(stack, before + count)
             cache.kill()
             await cache.start()
         assert (await call).choices == whole.choices
+        assert (await search).choices == found.choices
         stack.executor.hooks.before_step = None
         await stack.settle()

@@ -112,6 +112,20 @@ def test_on_a_lost_lease_nothing_that_waited_is_sent() -> None:
     assert not outbox.acknowledged
 
 
+def test_releases_of_a_fork_go_with_it_and_take_all_that_waits_for_their_sequences() -> None:
+    """Beams that die make room in the very message; their fence is waited for as any other."""
+    outbox = Outbox()
+    outbox.extend(Extension(TWO, 1, 2, 2))
+    outbox.commit(Commit(TWO, 4, 2, (30, 40)))
+    outbox.fork(
+        Fork(ONE, (SequenceId(3),), Commit(ONE, 6, 6, ()), (release(TWO, Commit(TWO, 6, 4, (50, 60)), step=7),))
+    )
+    outbox.acknowledge(SESSION, StepId(6))
+    first = (release(TWO, Commit(TWO, 6, 2, (30, 40, 50, 60)), step=7),)
+    assert take_all(outbox) == [Fork(ONE, (SequenceId(3),), Commit(ONE, 6, 6, ()), first)]
+    assert outbox.lifts_fences()
+
+
 def test_a_fork_goes_first_and_takes_the_commit_of_its_parent_along() -> None:
     """What the parent computes behind it is not the children's; a release of a child comes after it."""
     outbox = Outbox()
