@@ -33,10 +33,16 @@ def block_sizes_table(document: dict[str, Any]) -> str:
 
 
 def sharing_table(document: dict[str, Any]) -> str:
-    """Blocks saved by parallel samples of one prompt."""
-    lines = ["| answers | blocks saved % | published |", "|---|---|---|"]
-    for num_answers, row in document["sharing"].items():
-        lines.append(f"| {num_answers} | {_percent(row['saved_by_sharing'])} | {PUBLISHED_SAVED[int(num_answers)]} |")
+    """Blocks saved by answers of one prompt, sampled or searched."""
+    lines = ["| requests | answers | as samples, blocks saved % | published | as beams, blocks saved % | published |"]
+    lines.append("|---" * 6 + "|")
+    for workload, rows in document["sharing"]["samples"].items():
+        for place, num_answers in enumerate(rows):
+            cells = [workload, num_answers]
+            for kind, by_workload in document["sharing"].items():
+                saved = by_workload[workload][num_answers]["saved_by_sharing"]
+                cells += [_percent(saved), PUBLISHED_SAVED[kind, workload][place]]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks.buddy import BuddyAllocator
+from benchmarks.memory_beams import PagedBeams, read_searches
 from benchmarks.memory_policies import Contiguous, Paged, Policy, Request
 from benchmarks.memory_simulation import SHAREGPT, IterationTime, simulate, trace
 
@@ -40,6 +41,25 @@ def test_answers_share_the_full_blocks_of_their_prompt():
     assert policy.manager.stats().used_blocks == 6
     assert policy.saved_by_sharing() == 0.5
     assert policy.shares([request]).token_states == (32 + 4 * 9) / 1024
+    policy.release(request)
+    assert policy.manager.stats().used_blocks == 0
+    assert policy.manager.self_check() == []
+
+
+def test_beams_share_what_they_have_in_common():
+    """Three beams of a prompt of 6, blocks of 4: the first two go on from beam 0, and later all from beam 2."""
+    policy = PagedBeams(1024, 4, read_searches(["001 012 012 222 012"]))
+    request = Request(0.0, 6, 100, num_answers=3)
+    assert policy.admit(request)
+    used, saved = [], []
+    for request.num_generated in range(1, 7):
+        assert policy.grow(request)
+        used.append(policy.manager.stats().used_blocks)
+        saved.append(policy.saved_by_sharing())
+    # Tokens 7 and 8 fill each beam's own second block; 9 begins a third. At 11 all go on from beam 2: they share two
+    # blocks, and the third is partly filled, so each has a copy.
+    assert used == [4, 4, 7, 7, 5, 5]
+    assert saved[:5] == pytest.approx([1 - 4 / 6, 1 - 4 / 6, 1 - 7 / 9, 1 - 7 / 9, 1 - 5 / 9])
     policy.release(request)
     assert policy.manager.stats().used_blocks == 0
     assert policy.manager.self_check() == []
