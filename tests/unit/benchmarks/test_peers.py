@@ -102,6 +102,7 @@ def test_the_managers_table_does_without_ratios_where_vllm_is_absent() -> None:
 def test_a_kill_that_loses_nothing_and_one_that_loses_all_are_one_row() -> None:
     row = row_of("1", [Kill(3.0, 9.0, [4.0, 5.0], 2, 20), Kill(5.0, 9.0, [], 0, 0)])
     assert (row["lost"], row["answers"], row["recomputed_tokens"], row["wait_max_s"]) == (2, 6, 20, 5.0)
+    assert "wait_max_s" not in row_of("1", [Kill(5.0, 9.0, [], 0, 0)])
 
 
 async def completed(*lines: bytes) -> list[list[int]]:
