@@ -17,7 +17,7 @@ Say = Callable[[str], None]
 
 MOVE_TIMEOUT_S = 30.0  # until no router has a session any more
 _PROBE_INTERVAL_S = 0.1
-_IDLE_TIMEOUT_S = 3.0  # an executor looks once a second
+_IDLE_TIMEOUT_S = 10.0  # an executor looks once a second, on a busy machine less often
 _HAND_OVER, _STAY = signal.SIGUSR1, signal.SIGUSR2
 
 
