@@ -17,11 +17,12 @@ from octavo.v1 import inference_pb2
 from router.admission import quota_blocks
 from router.engine import Engine
 from router.live import Choice
+from tests.contract.router.test_beams import check
+from tests.contract.router.test_beams import expected as expected_search
 from tests.fakes import counting
 from tests.stacks import Stack, request, running_stack, until
 
 TOKENS = {"flood": "octavo_token-of-the-flood", "quiet": "octavo_token-of-the-quiet"}
-depths = pytest.mark.parametrize("max_steps_in_flight", [1, 2])
 
 
 @asynccontextmanager
@@ -77,12 +78,9 @@ async def answer(stack: Stack, tenant: str, prompt: str, num_tokens: int, **fiel
     return response
 
 
-@depths
-async def test_a_flood_stays_within_its_share_and_nobody_waits_behind_it(
-    source: str, tmp_path: Path, max_steps_in_flight: int
-) -> None:
+async def test_a_flood_stays_within_its_share_and_nobody_waits_behind_it(source: str, tmp_path: Path) -> None:
     """Of 80 blocks the flood has 20, and two of its eight requests need 22; the quiet tenant calls last."""
-    config = {"max_steps_in_flight": max_steps_in_flight, "max_running_requests": 16}
+    config = {"max_running_requests": 16}
     async with stack_of(source, tmp_path, 0.25, num_blocks=81, max_context_tokens=100, config=config) as stack:
         held = watch(stack.engine)
         ended: list[str] = []
@@ -149,8 +147,7 @@ async def test_an_open_end_is_where_the_share_ends(source: str, tmp_path: Path) 
         await stack.settle()
 
 
-@depths
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "max_steps_in_flight"), [(0, 2), (1, 1), (2, 2)])
 async def test_random_mixes_within_a_share_all_finish(
     source: str, tmp_path: Path, seed: int, max_steps_in_flight: int
 ) -> None:
@@ -159,7 +156,7 @@ async def test_random_mixes_within_a_share_all_finish(
     config = {"max_tokens_per_step": draw.randint(2, 9), "max_steps_in_flight": max_steps_in_flight}
     async with stack_of(source, tmp_path, 0.6, num_blocks=16, max_context_tokens=60, config=config) as stack:
         held = watch(stack.engine)
-        for _ in range(4):
+        for _ in range(3):
             jobs = []
             for _ in range(draw.randint(3, 7)):
                 num_prompt, n = draw.randint(1, 16), draw.choice([1, 1, 2, 3])
@@ -193,4 +190,27 @@ async def test_a_share_that_changes_is_no_other_request(source: str, tmp_path: P
         stack.executor.hooks.is_open.set()
         await second
         await answer(stack, "flood", "x" * 8, 60)
+        await stack.settle()
+
+
+async def searched(stack: Stack, prompt: str, num_tokens: int) -> None:
+    """Three beams of the flood; its answers are those of the search alone."""
+    sampling = {"n": 2, "beam": {"width": 3}}
+    message = request(prompt, sampling=sampling, stopping={"max_tokens": num_tokens, "ignore_eos": True})
+    response = await stack.stub.Generate(message, metadata=metadata_of(TOKENS["flood"]), timeout=60)
+    check(response, expected_search(prompt, 3, num_tokens, ends=frozenset()), 2, prompt, num_tokens)
+
+
+async def test_searches_stay_within_a_share(source: str, tmp_path: Path) -> None:
+    """One alone fills it to the last block; several give way as wholes, and the quiet tenant's requests never."""
+    config = {"max_running_requests": 16}
+    async with stack_of(source, tmp_path, 0.5, num_blocks=2 * (2 + 3 * 5) + 1, config=config) as stack:
+        held = watch(stack.engine)
+        await searched(stack, "nine long", 20)
+        assert stack.metric("octavo_num_preemptions_total") == 0
+        calls = [searched(stack, f"request {index}", 18) for index in range(3)]
+        await asyncio.gather(*calls, *(answer(stack, "quiet", letter * 8, 20) for letter in "xy"))
+        assert max(held) <= 17
+        assert stack.metric("octavo_num_preemptions_total", cause="quota") > 0
+        assert stack.metric("octavo_num_preemptions_total", cause="pool") == 0
         await stack.settle()
