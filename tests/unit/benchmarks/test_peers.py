@@ -1,13 +1,18 @@
 """What comparisons with other servers and managers rest on; the others themselves are not here."""
 
 import asyncio
+from argparse import Namespace
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import bench_peers
 from benchmarks.bench_peers import FIGURES, Contender, rows_of
+from benchmarks.peer import PeerFigures
 from benchmarks.peer_tables import managers_table, peers_table
 from benchmarks.peers import block_trace
 from benchmarks.vllm_kills import Kill, row_of
@@ -87,6 +92,37 @@ def test_ratios_are_to_each_peer() -> None:
     assert "| 8 | Octavo int8 | 100.0 | 50 | 1.0 / 2.0 | 2.00 / 0.50 | 4.00 / 2.00 |" in table
     alone = rows_of(contenders[:1], [8])
     assert "| 8 | Octavo int8 | 100.0 | 50 | 1.0 / 2.0 |" in peers_table({"rows": alone, "runs": 1})
+
+
+def test_who_is_missing_is_said_and_the_others_take_turns(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    figures = PeerFigures(10.0, 1.0, 2.0, 3.0, 4.0)
+    monkeypatch.setattr(bench_peers, "serving", lambda model, options: nullcontext("server"))
+    monkeypatch.setattr(bench_peers, "measure", lambda server, load: figures)
+    monkeypatch.setattr(bench_peers, "has_package", lambda python, package: package == "vllm")
+    monkeypatch.setattr(bench_peers, "dense_folder", lambda model: nullcontext("folder"))
+    monkeypatch.setattr(bench_peers, "vllm_serving", broken_server)
+    arguments = {"model": str(tmp_path / "model.gguf"), "streams": [1, 2], "configurations": ["int8"], "options": []}
+    pythons = {"peers_python": Path("python"), "vllm_python": Path("python"), "vllm_dtype": "float32"}
+    content = bench_peers.run(Namespace(**arguments, **pythons, vllm_option=[], runs=2))
+    assert content["left_out"] == [
+        "OpenVINO GenAI is left out: python has no openvino_genai; make bench-peers installs it",
+        "vLLM is left out: it did not start",
+    ]
+    assert content["left_out"][1] in capsys.readouterr().out
+    assert [(row["streams"], row["who"], row["ratios"]) for row in content["rows"]] == [
+        (1, "Octavo int8", {}),
+        (2, "Octavo int8", {}),
+    ]
+    assert len(content["each_run"]["Octavo int8"][2]) == 2
+
+
+@contextmanager
+def broken_server(*arguments: Any) -> Iterator[None]:
+    raise RuntimeError("it did not start")
+    yield
 
 
 def test_the_managers_table_does_without_ratios_where_vllm_is_absent() -> None:
