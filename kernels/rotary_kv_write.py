@@ -38,6 +38,27 @@ def copy_heads(target, source, dims, live):
 
 
 @triton.jit
+def turn_heads(
+    target,  # pointers [H, 1] to heads whose dimensions are contiguous
+    source,
+    cos_row,  # [P]
+    sin_row,
+    pairs,  # [P]
+    rotary_dim,
+    head_dim,
+    live,  # [H, 1]
+    INTERLEAVED: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    """Whole heads: pairs are rotated, dimensions past rotary_dim copied."""
+    pair_live = (pairs < rotary_dim // 2)[None, :]
+    rotate_heads(target, source, cos_row, sin_row, pairs, rotary_dim, live & pair_live, INTERLEAVED)
+    if BLOCK_REST > 0:
+        rest = rotary_dim + tl.arange(0, BLOCK_REST)
+        copy_heads(target, source, rest, live & (rest < head_dim)[None, :])
+
+
+@triton.jit
 def rotary_kv_write_kernel(
     query_out,  # Heads [num_tokens, num_q_heads, head_dim], may be query
     query,
@@ -64,17 +85,14 @@ def rotary_kv_write_kernel(
 ):
     token = tl.program_id(0).to(tl.int64)
     pairs = tl.arange(0, BLOCK_PAIRS)
-    pair_live = pairs < rotary_dim // 2
-    cos_row, sin_row = load_angles(cos, sin, tl.load(positions + token).to(tl.int64), pairs, pair_live)
+    position = tl.load(positions + token).to(tl.int64)
+    cos_row, sin_row = load_angles(cos, sin, position, pairs, pairs < rotary_dim // 2)
     if tl.program_id(1) == 0:
         heads = tl.arange(0, BLOCK_Q_HEADS)
         live = (heads < num_q_heads)[:, None]
         target = query_out.ptr + token * query_out.stride_token + (heads * query_out.stride_head)[:, None]
         source = query.ptr + token * query.stride_token + (heads * query.stride_head)[:, None]
-        rotate_heads(target, source, cos_row, sin_row, pairs, rotary_dim, live & pair_live[None, :], INTERLEAVED)
-        if BLOCK_REST > 0:
-            rest = rotary_dim + tl.arange(0, BLOCK_REST)
-            copy_heads(target, source, rest, live & (rest < head_dim)[None, :])
+        turn_heads(target, source, cos_row, sin_row, pairs, rotary_dim, head_dim, live, INTERLEAVED, BLOCK_REST)
     else:
         slot = tl.load(slots + token).to(tl.int64)
         if slot >= 0:
@@ -87,10 +105,7 @@ def rotary_kv_write_kernel(
                 k_cache.ptr + block * k_cache.stride_block + offset * k_cache.stride_token + head * k_cache.stride_head
             )
             source = key.ptr + token * key.stride_token + head * key.stride_head
-            rotate_heads(target, source, cos_row, sin_row, pairs, rotary_dim, live & pair_live[None, :], INTERLEAVED)
-            if BLOCK_REST > 0:
-                rest = rotary_dim + tl.arange(0, BLOCK_REST)
-                copy_heads(target, source, rest, live & (rest < head_dim)[None, :])
+            turn_heads(target, source, cos_row, sin_row, pairs, rotary_dim, head_dim, live, INTERLEAVED, BLOCK_REST)
             dims = tl.arange(0, BLOCK_DV)
             target = (
                 v_cache.ptr + block * v_cache.stride_block + offset * v_cache.stride_token + head * v_cache.stride_head

@@ -17,7 +17,7 @@ from kernels.device import device_properties
 from kernels.launch import Launch
 from kernels.numeric import FP8_MAX, INT8_MAX, encode_e4m3, round_half_even, to_fp32
 from kernels.rotary import load_angles, pair_dims, rotate
-from kernels.rotary_kv_write import KVWrite, copy_heads, rotate_heads
+from kernels.rotary_kv_write import KVWrite, turn_heads
 
 
 @triton.jit
@@ -46,6 +46,82 @@ def load_fp32(pointers, mask):
 def largest_of(x):
     """[H, D] -> (largest magnitude [H], 0 or NaN [H]): x * 0 is NaN exactly for NaN and infinities"""
     return tl.max(tl.abs(x), axis=1), tl.sum(x * 0.0, axis=1)
+
+
+@triton.jit
+def head_pointers(cache, block, offset, head):
+    """Blocks, head [H] -> pointers [H, 1] to one position's heads"""
+    start = cache.ptr + block * cache.stride_block + offset * cache.stride_token
+    return start + head[:, None] * cache.stride_head
+
+
+@triton.jit
+def store_scale(scales, block, offset, head, scale, live):
+    row = block * scales.stride_block + head * scales.stride_head + offset * scales.stride_token
+    tl.store(scales.ptr + row, scale, mask=live)
+
+
+@triton.jit
+def write_keys(
+    k_cache,  # Blocks
+    k_scale,  # Scales
+    source,  # pointers [H, 1] to heads whose dimensions are contiguous
+    block,
+    offset,
+    head,  # [H]
+    head_live,  # [H]
+    cos_row,  # [P]
+    sin_row,
+    pairs,  # [P]
+    rotary_dim,
+    head_dim,
+    FP8: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    """Rotate one token's keys; the scale of a head is that of its rotated and its passed dimensions together."""
+    live = head_live[:, None] & (pairs < rotary_dim // 2)[None, :]
+    a_dim, b_dim = pair_dims(pairs, rotary_dim, INTERLEAVED)
+    a, b = rotate(load_fp32(source + a_dim[None, :], live), load_fp32(source + b_dim[None, :], live), cos_row, sin_row)
+    largest_a, broken_a = largest_of(a)
+    largest_b, broken_b = largest_of(b)
+    largest, broken = tl.maximum(largest_a, largest_b), broken_a + broken_b
+    if BLOCK_REST > 0:
+        rest = rotary_dim + tl.arange(0, BLOCK_REST)
+        rest_live = head_live[:, None] & (rest < head_dim)[None, :]
+        passed = load_fp32(source + rest[None, :], rest_live)
+        largest_rest, broken_rest = largest_of(passed)
+        largest, broken = tl.maximum(largest, largest_rest), broken + broken_rest
+    scale, inverse = code_scale(largest, broken, FP8)
+    target = head_pointers(k_cache, block, offset, head)
+    tl.store(target + a_dim[None, :], encode(a * inverse[:, None], FP8), mask=live)
+    tl.store(target + b_dim[None, :], encode(b * inverse[:, None], FP8), mask=live)
+    if BLOCK_REST > 0:
+        tl.store(target + rest[None, :], encode(passed * inverse[:, None], FP8), mask=rest_live)
+    store_scale(k_scale, block, offset, head, scale, head_live)
+
+
+@triton.jit
+def write_values(
+    v_cache,  # Blocks
+    v_scale,  # Scales
+    source,  # pointers [H, 1] to heads whose dimensions are contiguous
+    block,
+    offset,
+    head,  # [H]
+    head_live,  # [H]
+    v_head_dim,
+    FP8: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    dims = tl.arange(0, BLOCK_DV)
+    live = head_live[:, None] & (dims < v_head_dim)[None, :]
+    v = load_fp32(source + dims[None, :], live)
+    largest, broken = largest_of(v)
+    scale, inverse = code_scale(largest, broken, FP8)
+    target = head_pointers(v_cache, block, offset, head)
+    tl.store(target + dims[None, :], encode(v * inverse[:, None], FP8), mask=live)
+    store_scale(v_scale, block, offset, head, scale, head_live)
 
 
 @triton.jit
@@ -78,61 +154,27 @@ def rotary_kv_write_quantized_kernel(
 ):
     token = tl.program_id(0).to(tl.int64)
     pairs = tl.arange(0, BLOCK_PAIRS)
-    pair_live = pairs < rotary_dim // 2
-    cos_row, sin_row = load_angles(cos, sin, tl.load(positions + token).to(tl.int64), pairs, pair_live)
+    position = tl.load(positions + token).to(tl.int64)
+    cos_row, sin_row = load_angles(cos, sin, position, pairs, pairs < rotary_dim // 2)
     if tl.program_id(1) == 0:
         heads = tl.arange(0, BLOCK_Q_HEADS)
         live = (heads < num_q_heads)[:, None]
         target = query_out.ptr + token * query_out.stride_token + (heads * query_out.stride_head)[:, None]
         source = query.ptr + token * query.stride_token + (heads * query.stride_head)[:, None]
-        rotate_heads(target, source, cos_row, sin_row, pairs, rotary_dim, live & pair_live[None, :], INTERLEAVED)
-        if BLOCK_REST > 0:
-            rest = rotary_dim + tl.arange(0, BLOCK_REST)
-            copy_heads(target, source, rest, live & (rest < head_dim)[None, :])
+        turn_heads(target, source, cos_row, sin_row, pairs, rotary_dim, head_dim, live, INTERLEAVED, BLOCK_REST)
     else:
         slot = tl.load(slots + token).to(tl.int64)
         if slot >= 0:
-            block = slot // BLOCK_SIZE
-            offset = slot % BLOCK_SIZE
+            block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
             head = tl.arange(0, BLOCK_KV_HEADS).to(tl.int64)
-            head_live = head < num_kv_heads
-            live = head_live[:, None] & pair_live[None, :]
-
+            live = head < num_kv_heads
             source = key.ptr + token * key.stride_token + head[:, None] * key.stride_head
-            a_dim, b_dim = pair_dims(pairs, rotary_dim, INTERLEAVED)
-            a, b = rotate(
-                load_fp32(source + a_dim[None, :], live), load_fp32(source + b_dim[None, :], live), cos_row, sin_row
-            )
-            largest_a, broken_a = largest_of(a)
-            largest_b, broken_b = largest_of(b)
-            largest, broken = tl.maximum(largest_a, largest_b), broken_a + broken_b
-            if BLOCK_REST > 0:
-                rest = rotary_dim + tl.arange(0, BLOCK_REST)
-                rest_live = head_live[:, None] & (rest < head_dim)[None, :]
-                passed = load_fp32(source + rest[None, :], rest_live)
-                largest_rest, broken_rest = largest_of(passed)
-                largest, broken = tl.maximum(largest, largest_rest), broken + broken_rest
-            scale, inverse = code_scale(largest, broken, FP8)
-            target = k_cache.ptr + block * k_cache.stride_block + offset * k_cache.stride_token
-            target = target + head[:, None] * k_cache.stride_head
-            tl.store(target + a_dim[None, :], encode(a * inverse[:, None], FP8), mask=live)
-            tl.store(target + b_dim[None, :], encode(b * inverse[:, None], FP8), mask=live)
-            if BLOCK_REST > 0:
-                tl.store(target + rest[None, :], encode(passed * inverse[:, None], FP8), mask=rest_live)
-            row = block * k_scale.stride_block + head * k_scale.stride_head + offset * k_scale.stride_token
-            tl.store(k_scale.ptr + row, scale, mask=head_live)
-
-            dims = tl.arange(0, BLOCK_DV)
-            v_live = head_live[:, None] & (dims < v_head_dim)[None, :]
+            write_keys(
+                k_cache, k_scale, source, block, offset, head, live, cos_row, sin_row, pairs, rotary_dim, head_dim,
+                FP8, INTERLEAVED, BLOCK_REST,
+            )  # fmt: skip
             source = value.ptr + token * value.stride_token + head[:, None] * value.stride_head
-            v = load_fp32(source + dims[None, :], v_live)
-            largest, broken = largest_of(v)
-            scale, inverse = code_scale(largest, broken, FP8)
-            target = v_cache.ptr + block * v_cache.stride_block + offset * v_cache.stride_token
-            target = target + head[:, None] * v_cache.stride_head
-            tl.store(target + dims[None, :], encode(v * inverse[:, None], FP8), mask=v_live)
-            row = block * v_scale.stride_block + head * v_scale.stride_head + offset * v_scale.stride_token
-            tl.store(v_scale.ptr + row, scale, mask=head_live)
+            write_values(v_cache, v_scale, source, block, offset, head, live, v_head_dim, FP8, BLOCK_DV)
 
 
 def rotary_kv_write_quantized_launch(write: KVWrite, k_scale: torch.Tensor, v_scale: torch.Tensor) -> Launch:
