@@ -14,7 +14,7 @@ from executor.batch import AttentionBatch
 from executor.cuda.transfer import uploader
 from executor.step import Ints
 from kernels.block_copy import block_copy
-from kernels.interpreter import speed_up_interpreter
+from kernels.interpreter import prepare_interpreter
 from kernels.kv_write import kv_write
 from kernels.numeric import INTERPRETED
 from kernels.paged_attention import paged_attention
@@ -28,7 +28,7 @@ class TritonAttention:
         """name: as the `attention` option names it."""
         self.name = name
         if INTERPRETED:
-            speed_up_interpreter()
+            prepare_interpreter()
 
     def prepare(self, batch: AttentionBatch, views: tuple[KvViews, ...]) -> "TritonStep":
         """See `AttentionBackend`."""

@@ -132,7 +132,12 @@ def _amd_resources(asm: dict[str, Any]) -> tuple[int, int]:
 def allowed_spill(resources: Resources) -> int:
     """Bytes a configuration may spill on its target: the largest listed entry that matches, 0 without one."""
     key = f"{resources.configuration}/{resources.kernel}/{resources.target}"
-    return max((spill.bytes for pattern, spill in ALLOWED_SPILLS.items() if fnmatch.fnmatch(key, pattern)), default=0)
+    matching = (
+        spill.bytes
+        for pattern, spill in ALLOWED_SPILLS.items()
+        if fnmatch.fnmatch(key, pattern) and fnmatch.fnmatch(triton.__version__, spill.triton)
+    )
+    return max(matching, default=0)
 
 
 def compile_all(configurations: list[Configuration], targets: list[DeviceProperties]) -> Iterator[Resources]:

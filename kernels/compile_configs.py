@@ -27,6 +27,7 @@ NUM_BLOCKS = 100_000
 class Spill(NamedTuple):
     bytes: int  # per thread
     reason: str
+    triton: str = "*"  # versions, a shell pattern
 
 
 @dataclass(frozen=True)
@@ -194,5 +195,8 @@ CONFIGURATIONS = [
 ALLOWED_SPILLS: dict[str, Spill] = {
     "prefill-fp32/*/sm_*": Spill(
         16, "fp32 dots run on the vector units with all 255 registers; the path is for exactness, not for speed"
+    ),
+    "decode-one/split_attention_kernel/sm_90": Spill(
+        8, "two registers of a program that reads a share of the KV; the ptxas of 3.9 spills none, with 154", "3.6.*"
     ),
 }

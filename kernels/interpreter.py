@@ -1,7 +1,9 @@
-"""Makes Triton's interpreter twice as fast for kernels made of helpers. For tests; a device never comes here.
+"""Makes Triton's interpreter twice as fast for kernels made of helpers, and fit for NumPy 2.4. For tests, not devices.
 
 Two costs go, no result changes: the interpreter patches all of `triton.language` again at every call of a @jit
 helper (once a launch is enough), and it computes overflow checks whose outcome it drops unless debugging is on.
+Triton 3.6 makes integers of arrays of one element and one dimension, which NumPy 2.4 refuses, so that no loop runs;
+Triton 3.9 squeezes them, and so does this.
 """
 
 import dataclasses
@@ -13,7 +15,7 @@ import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
 
-def speed_up_interpreter() -> None:
+def prepare_interpreter() -> None:
     """Replace private parts of the interpreter where they are found; called again it does nothing."""
     options: Any = getattr(getattr(interpreter, "interpreter_builder", None), "options", None)
     if hasattr(options, "sanitize_overflow"):
@@ -21,6 +23,20 @@ def speed_up_interpreter() -> None:
     original = getattr(interpreter, "_patch_lang", None)
     if original is not None and not isinstance(original, _PatchOnce):
         interpreter._patch_lang = _PatchOnce(original)
+    patch_tensor = getattr(interpreter, "_patch_lang_tensor", None)
+    if patch_tensor is not None and not isinstance(patch_tensor, _PatchTensor):
+        interpreter._patch_lang_tensor = _PatchTensor(patch_tensor)
+
+
+class _PatchTensor:
+    """`_patch_lang_tensor`, by which a scalar becomes an integer whatever its number of dimensions."""
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self._original = original
+
+    def __call__(self, tensor: Any, scope: Any) -> None:
+        self._original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
 
 
 class _LaunchScope:

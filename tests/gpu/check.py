@@ -24,7 +24,7 @@ TAIL_CHARACTERS = 6000
 MODULES = (
     *("torch", "triton", "transformers", "numpy", "pytest", "cuda.bindings.driver", "grpc", "google.protobuf"),
     *("grpc_health", "grpc_reflection", "grpc_status", "pydantic_settings", "prometheus_client", "llguidance"),
-    *("pytest_asyncio", "octavo.v1.cache_pb2_grpc"),
+    *("hypothesis", "pytest_asyncio", "pytest_timeout", "octavo.v1.cache_pb2_grpc"),
 )
 PROBE = f"""
 import importlib, sys

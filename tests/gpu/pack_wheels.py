@@ -17,8 +17,10 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMES = (
     *("annotated-types", "pydantic", "pydantic_core", "pydantic-settings", "python-dotenv", "typing-inspection"),
     *("googleapis-common-protos", "grpcio", "grpcio-health-checking", "grpcio-reflection", "grpcio-status", "protobuf"),
-    *("llguidance", "pytest-asyncio"),
+    *("llguidance", "hypothesis", "pytest-asyncio", "pytest-timeout", "sortedcontainers"),
 )
+# Wanted by no other test, so not in constraints.txt: kernels are compiled by many processes at once, or not in time.
+PARALLEL = ("execnet==2.1.2", "pytest-xdist==3.8.0")
 # Of manylinux, newest first; pip matches each exactly.
 GLIBC_VERSIONS = ("2_34", "2_31", "2_28", "2_27", "2_24", "2_17", "2_12")
 
@@ -37,7 +39,7 @@ def normalize(name: str) -> str:
 def requirements() -> list[str]:
     """What is fetched, each with its version. Raises KeyError for one that is not pinned."""
     versions = pinned((ROOT / "constraints.txt").read_text())
-    return [f"{name}=={versions[normalize(name)]}" for name in NAMES]
+    return [*(f"{name}=={versions[normalize(name)]}" for name in NAMES), *PARALLEL]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -81,21 +80,13 @@ async def test_sampled_answers_do_not_hang_on_their_neighbours(case: Case):
     assert same >= len(asked) - 1
 
 
-def pid_of_executor(engine: RunningEngine) -> int:
-    """The engine's child that is an executor."""
-    children = Path(f"/proc/{engine.process.pid}/task/{engine.process.pid}/children").read_text().split()
-    named = [pid for pid in children if b"executor" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    assert len(named) == 1, children
-    return int(named[0])
-
-
 async def test_an_executor_that_is_killed_is_followed_by_one_that_maps_the_same_arena(case: Case):
     """Field failure 5. The next process finds prefixes of the one that died, and they are right."""
     prompt = prompts(case, 7)[6]
     comparison, oracle = Comparison(), Oracle(case.model)
     async with running_router(case.engine) as client:
         await client.generate(prompt, temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-        dead = pid_of_executor(case.engine)
+        dead = case.engine.child("executor")
         os.kill(dead, signal.SIGKILL)
         deadline_s = time.monotonic() + 90
         while True:
@@ -106,6 +97,6 @@ async def test_an_executor_that_is_killed_is_followed_by_one_that_maps_the_same_
                 if time.monotonic() > deadline_s:
                     raise
                 await asyncio.sleep(0.5)
-        assert pid_of_executor(case.engine) != dead
+        assert case.engine.child("executor") != dead
     comparison.check(answer.choices[0].token_ids, oracle.greedy(prompt, NUM_TOKENS), "after a kill")
     assert answer.usage.cached_tokens > 0

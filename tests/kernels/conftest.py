@@ -6,7 +6,7 @@
 import pytest
 import torch
 
-from kernels.interpreter import speed_up_interpreter
+from kernels.interpreter import prepare_interpreter
 from kernels.numeric import INTERPRETED
 
 
@@ -14,7 +14,7 @@ from kernels.numeric import INTERPRETED
 def _one_thread() -> None:
     torch.set_num_threads(1)
     if INTERPRETED:
-        speed_up_interpreter()
+        prepare_interpreter()
 
 
 @pytest.fixture(scope="session")

@@ -52,6 +52,8 @@ def test_a_spill_must_be_listed(monkeypatch):
     assert allowed_spill(RESOURCES) == 0
     monkeypatch.setattr("kernels.compile.ALLOWED_SPILLS", {"norm-576/*/sm_90": Spill(16, "because")})
     assert allowed_spill(RESOURCES) == 16
+    monkeypatch.setattr("kernels.compile.ALLOWED_SPILLS", {"norm-576/*/sm_90": Spill(16, "because", "2.*")})
+    assert allowed_spill(RESOURCES) == 0
 
 
 def test_configurations_are_few_named_once_and_cover_every_kernel():
