@@ -73,7 +73,9 @@ class ExecutorConfig(BaseModel):
     )
 
     block_size: int = Field(16, ge=1, le=1024, description="tokens per KV block")
-    kv_dtype: KvDtype = Field("auto", description="number format of the KV blocks; auto: that of the weights")
+    kv_dtype: KvDtype = Field(
+        "auto", description="number format of the KV blocks; auto: that of the weights, with int8 bfloat16"
+    )
     kv_memory_mib: int = Field(512, ge=1, description="MiB of KV blocks to ask the cache service for")
     max_context_tokens: int = Field(0, ge=0, description="longest sequence in tokens; 0: as long as the model allows")
     max_rows: int = Field(64, ge=1, le=65536, description="sequences that one session may hold at a time")

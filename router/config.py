@@ -101,6 +101,12 @@ class RouterConfig(BaseModel):
     max_tokens_per_step: int = Field(
         512, ge=1, description="token budget of a step, prefill and decode together, at most the executor's"
     )
+    max_prefill_tokens_beside_decodes: int = Field(
+        128,
+        ge=1,
+        description="most tokens of prompts in a step that also decodes, whose streams wait for all of it; more is for "
+        "executors that compute a long step as fast as a short one: GPUs",
+    )
     max_steps_in_flight: int = Field(2, ge=1, le=2, description="steps sent before the result of the first is there")
     poison_limit: int = Field(
         2, ge=1, description="executors that must die while a request runs alone in them until it is failed"

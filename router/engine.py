@@ -47,6 +47,7 @@ class EngineLimits:
     max_steps_in_flight: int
     slack_blocks: int
     poison_limit: int = 2
+    max_prefill_tokens_beside_decodes: int = scheduler.UNBOUNDED
 
 
 class Load(NamedTuple):
@@ -365,8 +366,8 @@ class Engine:
             groups = self._suspects.groups(self.roster.running.values())
             if len(groups) > 1 and steps.num_in_flight:
                 break
-            budget = self.limits.max_tokens_per_step
-            plans = (scheduler.plan([choice.row for choice in group], budget) for group in groups)
+            budgets = self.limits.max_tokens_per_step, self.limits.max_prefill_tokens_beside_decodes
+            plans = (scheduler.plan([choice.row for choice in group], *budgets) for group in groups)
             runs = next(filter(None, plans), ())
             if not runs and (steps.num_in_flight or not steps.has_retirements):
                 break

@@ -380,4 +380,5 @@ def _limits(config: RouterConfig, model: Model) -> EngineLimits:
         max_steps_in_flight=min(config.max_steps_in_flight, model.max_steps_in_flight),
         slack_blocks=config.slack_blocks,
         poison_limit=config.poison_limit,
+        max_prefill_tokens_beside_decodes=config.max_prefill_tokens_beside_decodes,
     )

@@ -67,12 +67,13 @@ class Run:
     samples: bool
 
 
-def plan(rows: Iterable[Row], token_budget: int) -> tuple[Run, ...]:
+def plan(rows: Iterable[Row], token_budget: int, prefill_budget: int = UNBOUNDED) -> tuple[Run, ...]:
     """Share one token budget: decodes first, first come first served within priority, prefill chunks in the rest.
 
     Args:
         rows: any order; not changed.
         token_budget: most tokens of the step.
+        prefill_budget: most tokens of prefill chunks in a step that has decodes too: those wait for the whole step.
 
     Returns:
         Runs in batch order, at most one per row, none empty.
@@ -80,8 +81,15 @@ def plan(rows: Iterable[Row], token_budget: int) -> tuple[Run, ...]:
     ready = sorted((row for row in rows if row.num_runnable), key=lambda row: row.order)
     decodes = [row for row in ready if row.is_decode]
     prefills = [row for row in ready if not row.is_decode]
+    runs = _share(decodes, token_budget)
+    token_budget -= num_planned_tokens(runs)
+    return (*runs, *_share(prefills, min(token_budget, prefill_budget) if runs else token_budget))
+
+
+def _share(rows: Iterable[Row], token_budget: int) -> tuple[Run, ...]:
+    """In the order of the rows, as far as the budget goes."""
     runs: list[Run] = []
-    for row in decodes + prefills:
+    for row in rows:
         num_tokens = min(row.num_runnable, token_budget, row.max_run_tokens)
         if not num_tokens:
             break

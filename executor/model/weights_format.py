@@ -17,5 +17,7 @@ def loaded_as(weights: Weights) -> str:
 
 
 def kv_dtype_of(config: ExecutorConfig) -> str:
-    """Of the KV blocks."""
-    return loaded_as(config.weights) if config.kv_dtype == "auto" else config.kv_dtype
+    """Of the KV blocks. Beside int8 products the bits that bfloat16 lacks do not count, and half is to be read."""
+    if config.kv_dtype != "auto":
+        return config.kv_dtype
+    return "bfloat16" if config.weights == INT8 else loaded_as(config.weights)

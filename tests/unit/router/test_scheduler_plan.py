@@ -105,3 +105,17 @@ def test_a_row_whose_prompt_is_scored_runs_in_smaller_pieces() -> None:
     scored, other = (Row(Slot(slot), (0, slot), 1000, 0, 0, 1024, 1000) for slot in range(2))
     scored.max_run_tokens = 256
     assert [(run.slot, run.num_tokens) for run in plan([scored, other], 600)] == [(0, 256), (1, 344)]
+
+
+@given(some_rows(), st.integers(1, 40), st.integers(1, 10))
+def test_prompts_keep_decodes_waiting_for_so_many_tokens_at_most(rows: list[Row], budget: int, beside: int) -> None:
+    decodes = {row.slot for row in rows if row.num_runnable and row.is_decode}
+    runs = plan(rows, budget, beside)
+    num_prefill = sum(run.num_tokens for run in runs if run.slot not in decodes)
+    if decodes:
+        assert num_prefill <= beside
+        assert {run.slot for run in runs} & decodes, "prompts never go in front"
+    else:
+        assert runs == plan(rows, budget), "nobody waits: the whole budget"
+    short = [row for row in rows if row.num_runnable > sum(run.num_tokens for run in runs if run.slot == row.slot)]
+    assert not short or num_prefill == beside or num_planned_tokens(runs) == budget
