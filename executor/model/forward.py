@@ -20,6 +20,10 @@ class Rewritten(Protocol):
     def weights_format(self) -> str:
         """Number format of its linear layers."""
 
+    @property
+    def all_blocks(self) -> bool:
+        """Whether all its weights are blocks of codes already (decision 53)."""
+
     def forward(self, batch: Batch, attention: Any, logits_tokens: Tensor) -> Tensor:
         """Logits of some tokens of the batch, [num_logits, vocabulary_size] float32. Writes the batch's KV."""
 

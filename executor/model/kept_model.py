@@ -141,6 +141,8 @@ def _code_digest() -> str:
     """Of the code that decides what is packed: that of this folder, the kernels' packing, and `transformers`."""
     digest = hashlib.sha256(importlib.metadata.version("transformers").encode())
     here = Path(__file__).parent
-    for file in (*sorted(here.glob("*.py")), here.parents[1] / "kernels" / "cpu" / "linear.cpp"):
+    kernels = here.parents[1] / "kernels" / "cpu"
+    packing = [kernels / name for name in ("linear.h", "linear.cpp", "blocks.h", "blocks.cpp")]
+    for file in (*sorted(here.glob("*.py")), *packing):
         digest.update(file.name.encode() + file.read_bytes())
     return digest.hexdigest()

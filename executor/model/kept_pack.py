@@ -54,6 +54,7 @@ def save_pack(packed: PackedDecoder, num_positions: int, folder: Path) -> None:
         "bytes": size,
         "weights_format": packed.weights_format,
         "vocabulary_size": packed.vocabulary_size,
+        "all_blocks": packed.all_blocks,
         "decoder": _plain(packed.decoder, places),
         "layers": [_plain(layer, places) for layer in packed.layers],
         "rotaries": tables,
@@ -79,7 +80,9 @@ def map_pack(folder: Path) -> PackedDecoder:
     decoder = memory.structure(c.Decoder, index["decoder"])
     decoder.layers = layers
     rotaries = tuple(memory.rotary(each) for each in index["rotaries"])
-    return PackedDecoder(index["weights_format"], index["vocabulary_size"], decoder, layers, rotaries, memory)
+    return PackedDecoder(
+        index["weights_format"], index["vocabulary_size"], decoder, layers, rotaries, memory, index["all_blocks"]
+    )
 
 
 def _plain(structure: ctypes.Structure, places: dict[int, int]) -> dict[str, Any]:

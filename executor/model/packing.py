@@ -27,6 +27,7 @@ class PackedDecoder:
     layers: "ctypes.Array[c.DecoderLayer]"  # what `decoder` points to
     rotaries: tuple[Rotary, ...]
     owner: object  # of the memory behind the structures
+    all_blocks: bool  # every linear layer's weights are blocks of codes, as the file had them (kernels/cpu/blocks.h)
     # Every range of memory that they point into: address -> bytes.
     memory: dict[int, int] = field(default_factory=dict)
 
@@ -62,7 +63,9 @@ def pack(
         head=packer.linear(parts.head),
     )
     vocabulary_size = len(parts.head.weight)
-    return PackedDecoder(weights_format, vocabulary_size, decoder, layers, parts.rotaries, packer, packer.memory)
+    return PackedDecoder(
+        weights_format, vocabulary_size, decoder, layers, parts.rotaries, packer, packer.all_blocks, packer.memory
+    )
 
 
 class _Packer:
@@ -70,6 +73,7 @@ class _Packer:
 
     def __init__(self, library: ctypes.CDLL, weights_format: str) -> None:
         self.memory: dict[int, int] = {}
+        self.all_blocks = True
         self._library = library
         self._format = weights_format
         self._tensors: list[Tensor] = []
@@ -128,6 +132,7 @@ class _Packer:
 
     def _note(self, address: int) -> None:
         linear, panel = c.Linear.from_address(address), self._library.octavo_panel()
+        self.all_blocks &= linear.block_bits != 0
         num_floats = -(-linear.num_outputs // panel) * panel
         self.memory[linear.weights] = self._library.octavo_linear_bytes(address)
         for floats in (linear.scales, linear.bias):

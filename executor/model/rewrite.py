@@ -48,9 +48,13 @@ def rewrite_model(
 def _quantized(
     model: CausalModel, attention: AttentionBackend, geometry: KvGeometry, parts: DecoderParts
 ) -> CausalModel:
-    peaks = measure_peaks(model.module, calibration_sequences(model.vocabulary_size))
+    """Weights that are codes already stay what they are; factors would make others of them."""
+    assert model.rewritten is not None
+    if not model.rewritten.all_blocks:
+        peaks = measure_peaks(model.module, calibration_sequences(model.vocabulary_size))
+        parts = smooth(parts, peaks)
     try:
-        return _proved(_pack(model, attention, smooth(parts, peaks), INT8), attention, geometry)
+        return _proved(_pack(model, attention, parts, INT8), attention, geometry)
     except NotRecognizedError as error:
         log.warning("linear layers stay %s: %s", model.linear_format, error)
         return model

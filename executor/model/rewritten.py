@@ -41,6 +41,11 @@ class RewrittenDecoder:
         """See `PackedDecoder`."""
         return self.packed.weights_format
 
+    @property
+    def all_blocks(self) -> bool:
+        """See `PackedDecoder`."""
+        return self.packed.all_blocks
+
     def forward(self, batch: Batch, step: CpuStep, logits_tokens: Tensor) -> Tensor:
         """Logits of some tokens of the batch, [num_logits, vocabulary_size] float32; writes the batch's KV.
 

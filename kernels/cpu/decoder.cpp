@@ -78,6 +78,7 @@ class Run {
         scale_stride_(num_scales(widest_)),
         input_scales_(inputs_ * scale_stride_ * 4),
         input_offsets_(inputs_ * scale_stride_ * 4),
+        input_sums_(inputs_ * scale_stride_ * 4),
         counters_(decoder.num_layers * kStagesPerLayer + 1) {
     for (int64_t layer = 0; layer < decoder.num_layers; ++layer) work_of_layer_.push_back(work_like(layer));
   }
@@ -138,15 +139,13 @@ class Run {
 
   // The inputs of a product: rows, in place or as codes.
   Rows2d inputs(const Linear& linear, float* rows, int64_t stride) const {
-    return Rows2d{rows, input_codes_.codes(), input_scales_.floats(), input_offsets_.words(),
+    return Rows2d{rows, input_codes_.codes(), input_scales_.floats(), input_offsets_.words(), input_sums_.floats(),
                   linear.format == kInt8 ? widest_ : stride, scale_stride_};
   }
 
   void encode(const Linear& linear, const float* row, int64_t token) const {
     if (linear.format != kInt8) return;
-    int64_t size = padded(linear.num_inputs);
-    quantize_row(row, size, input_codes_.codes() + token * widest_, input_scales_.floats() + token * scale_stride_,
-                 input_offsets_.words() + token * scale_stride_);
+    quantize_row(linear, row, token, inputs(linear, nullptr, 0));
   }
 
   void normalize_into(const Norm& norm, const Linear& linear, const float* row, int64_t token) const {
@@ -255,7 +254,7 @@ class Run {
   int64_t inputs_;
   Buffer input_floats_, input_codes_;
   int64_t scale_stride_;
-  Buffer input_scales_, input_offsets_;
+  Buffer input_scales_, input_offsets_, input_sums_;
   std::vector<std::atomic<int64_t>> counters_;
   std::vector<std::unique_ptr<AttentionWork>> works_;
   std::vector<AttentionWork*> work_of_layer_;

@@ -76,12 +76,10 @@ int octavo_linear(const Linear* linear, const float* in, int64_t num_tokens, flo
     int64_t stride = to_panels(linear->num_inputs);
     std::vector<Code> codes(linear->format == kInt8 ? num_tokens * stride : 0);
     int64_t scale_stride = num_scales(stride);
-    std::vector<float> scales(num_tokens * scale_stride);
+    std::vector<float> scales(num_tokens * scale_stride), sums(num_tokens * scale_stride);
     std::vector<int32_t> offsets(num_tokens * scale_stride);
-    for (int64_t i = 0; i < num_tokens && linear->format == kInt8; ++i) {
-      quantize_row(in + i * stride, stride, &codes[i * stride], &scales[i * scale_stride], &offsets[i * scale_stride]);
-    }
-    Rows2d rows{const_cast<float*>(in), codes.data(), scales.data(), offsets.data(), stride, scale_stride};
+    Rows2d rows{const_cast<float*>(in), codes.data(), scales.data(), offsets.data(), sums.data(), stride, scale_stride};
+    for (int64_t i = 0; i < num_tokens && linear->format == kInt8; ++i) quantize_row(*linear, in + i * stride, i, rows);
     std::atomic<int64_t> next{0};
 #pragma omp parallel num_threads(threads)
     multiply(*linear, rows, num_tokens, Product{out, to_panels(linear->num_outputs), kStore, 0}, threads, next);

@@ -62,7 +62,7 @@ class Linear(Structure):
 
     _fields_ = (
         *((name, c_int64) for name in ("num_outputs", "num_inputs")),
-        *((name, c_int32) for name in ("format", "gated")),
+        *((name, c_int32) for name in ("format", "gated", "block_bits", "unused")),
         *((name, c_void_p) for name in ("weights", "scales", "bias")),
     )
 

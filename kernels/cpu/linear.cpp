@@ -5,15 +5,10 @@
 #include <cstdlib>
 #include <new>
 
+#include "blocks.h"
+
 namespace octavo {
 namespace {
-
-#if defined(__AVX512F__)
-constexpr int kMaxRows = 12;
-#else
-constexpr int kMaxRows = 6;
-#endif
-constexpr int64_t kRowBlock = 8 * kMaxRows;  // tokens that meet a panel while it is in the first cache
 
 typedef Words WordsUnaligned __attribute__((aligned(4)));
 
@@ -86,20 +81,6 @@ inline Words dot(Words sum, Weights8 weights, int32_t codes) {
 #endif
 
 // ------------------------------------------------------------------------------------------------------ micro-kernels
-
-inline void finish(const Product& product, int64_t token, int64_t panel, Floats first, Floats second) {
-  if (product.epilogue == kGate) {
-    store(product.out + token * product.stride + panel * kLanes, activate(first, product.activation) * second);
-    return;
-  }
-  float* to = product.out + token * product.stride + panel * kPanel;
-  if (product.epilogue == kAdd) {
-    first += load(to);
-    second += load(to + kLanes);
-  }
-  store(to, first);
-  store(to + kLanes, second);
-}
 
 // Float sums lie in memory: registers are for the integers.
 template <int kRows>
@@ -203,6 +184,10 @@ void multiply(const Linear& linear, const Rows2d& in, int64_t num_tokens, const 
     int64_t begin = unit / units_per_block * kRowBlock, end = std::min(begin + kRowBlock, num_tokens);
     int64_t first = unit % units_per_block * width, last = std::min(first + width, panels);
     int64_t tiles = (end - begin + kMaxRows - 1) / kMaxRows;  // of about equal size: 8 tokens are 4 and 4
+    if (linear.block_bits) {
+      multiply_blocks(linear, in, begin, end, first, last, product);
+      continue;
+    }
     for (int64_t panel = first; panel < last; ++panel) {
       for (int64_t tile = 0; tile < tiles; ++tile) {
         int64_t from = begin + (end - begin) * tile / tiles, to = begin + (end - begin) * (tile + 1) / tiles;
@@ -212,9 +197,13 @@ void multiply(const Linear& linear, const Rows2d& in, int64_t num_tokens, const 
   }
 }
 
-void quantize_row(const float* row, int64_t size, Code* codes, float* scales, int32_t* offsets) {
-  for (int64_t begin = 0; begin < size; begin += kScaled, ++scales, ++offsets) {
-    int64_t end = std::min(begin + kScaled, size);
+namespace {
+
+// Codes of one row, and of each `group` of them their scale and their sum, which `note` is told.
+template <typename Stored, typename Note>
+void quantize(const float* row, int64_t size, int64_t group, Stored* codes, float* scales, Note&& note) {
+  for (int64_t begin = 0; begin < size; begin += group, ++scales) {
+    int64_t end = std::min(begin + group, size);
     Floats highest{}, poison{};
     for (int64_t at = begin; at < end; at += kLanes) {
       Floats x = load(row + at);
@@ -229,54 +218,85 @@ void quantize_row(const float* row, int64_t size, Code* codes, float* scales, in
       whole = whole > 127 ? Words{} + 127 : whole;
       whole = whole < -127 ? Words{} - 127 : whole;
       total += whole;
-      typedef Code Codes __attribute__((vector_size(kLanes * sizeof(Code)), aligned(1), may_alias));
+      typedef Stored Codes __attribute__((vector_size(kLanes * sizeof(Stored)), aligned(1), may_alias));
       *reinterpret_cast<Codes*>(codes + at) = __builtin_convertvector(whole, Codes);
     }
     *scales = largest / 127.0f + sum_lanes(poison);
     int32_t sum = 0;
     for (int lane = 0; lane < kLanes; ++lane) sum += total[lane];
-    *offsets = -kWeightZero * sum;
+    note(begin / group, sum);
   }
+}
+
+}  // namespace
+
+void quantize_row(const Linear& linear, const float* row, int64_t token, const Rows2d& to) {
+  float* scales = to.scales + token * to.scale_stride;
+  int32_t* offsets = to.offsets + token * to.scale_stride;
+  auto note_input = [&](int64_t nth, int32_t sum) { to.sums[token * to.scale_stride + nth] = sum * scales[nth]; };
+  if (linear.block_bits == 4) {
+    auto* codes = reinterpret_cast<int8_t*>(to.codes) + token * to.stride;
+    return quantize(row, linear.num_inputs, kBlockInputs, codes, scales, note_input);
+  }
+  if (linear.block_bits == 8) {
+    return quantize(row, linear.num_inputs, kBlockInputs, to.codes + token * to.stride, scales, note_input);
+  }
+  quantize(row, padded(linear.num_inputs), kScaled, to.codes + token * to.stride, scales,
+           [&](int64_t nth, int32_t sum) { offsets[nth] = -kWeightZero * sum; });
 }
 
 // ------------------------------------------------------------------------------------------------------------ packing
 
+namespace {
+
+// One row of dense weights into its lane.
+void pack_output(const Linear& linear, int64_t output, const float* row) {
+  int64_t panel = output / kPanel, lane = output % kPanel, num_inputs = linear.num_inputs;
+  int32_t format = linear.format;
+  if (format != kInt8) {
+    char* to = linear.weights + panel * num_inputs * kPanel * format_bytes(format);
+    for (int64_t k = 0; k < num_inputs; ++k) narrow(to + (k * kPanel + lane) * format_bytes(format), row[k], format);
+    return;
+  }
+  float largest = 0;
+  for (int64_t k = 0; k < num_inputs; ++k) largest = std::max(largest, std::fabs(row[k]));
+  linear.scales[output] = largest / 127.0f;
+  float inverse = largest > 0 ? 127.0f / largest : 0.0f;
+  int64_t groups = (num_inputs + kGroup - 1) / kGroup;
+  auto* to = reinterpret_cast<int8_t*>(linear.weights) + panel * groups * kGroup * kPanel;
+  for (int64_t k = 0; k < num_inputs; ++k) {
+    auto code = static_cast<int32_t>(std::nearbyint(row[k] * inverse));
+    to[(k / kGroup * kPanel + lane) * kGroup + k % kGroup] = static_cast<int8_t>(code + kWeightZero);
+  }
+}
+
+}  // namespace
+
 Linear* pack_linear(const float* weights, const float* bias, int64_t num_outputs, int64_t num_inputs, int32_t format,
                     bool gated) {
-  auto* linear = new Linear{num_outputs, num_inputs, format, gated, nullptr, nullptr, nullptr};
-  int64_t groups = (num_inputs + kGroup - 1) / kGroup, padded_outputs = linear->panels() * kPanel;
+  auto* linear = new Linear{num_outputs, num_inputs, format, gated, 0, 0, nullptr, nullptr, nullptr};
+  if (format == kFloat32 || format == kInt8) linear->block_bits = find_block_bits(weights, num_outputs, num_inputs);
+  int64_t padded_outputs = linear->panels() * kPanel;
   linear->weights = allocate<char>(weights_bytes(*linear));
-  linear->scales = allocate<float>(padded_outputs);
+  linear->scales = format == kInt8 && !linear->block_bits ? allocate<float>(padded_outputs) : nullptr;
   linear->bias = bias ? allocate<float>(padded_outputs) : nullptr;
-  int64_t half = num_outputs / 2;
+  for (int64_t output = 0; output < padded_outputs && bias; ++output) {
+    int64_t source = source_row(*linear, output);
+    if (source < num_outputs) linear->bias[output] = bias[source];
+  }
+  if (linear->block_bits) {
+    pack_blocks(*linear, weights);
+    return linear;
+  }
   for (int64_t output = 0; output < padded_outputs; ++output) {
-    int64_t panel = output / kPanel, lane = output % kPanel, source = output;
-    if (gated) {
-      int64_t nth = panel * kLanes + lane % kLanes;  // of the gates, or of the values
-      source = nth >= half ? num_outputs : lane < kLanes ? nth : half + nth;
-    }
-    if (source >= num_outputs) continue;
-    const float* row = weights + source * num_inputs;
-    if (bias) linear->bias[output] = bias[source];
-    if (format != kInt8) {
-      char* to = linear->weights + panel * num_inputs * kPanel * format_bytes(format);
-      for (int64_t k = 0; k < num_inputs; ++k) narrow(to + (k * kPanel + lane) * format_bytes(format), row[k], format);
-      continue;
-    }
-    float largest = 0;
-    for (int64_t k = 0; k < num_inputs; ++k) largest = std::max(largest, std::fabs(row[k]));
-    linear->scales[output] = largest / 127.0f;
-    float inverse = largest > 0 ? 127.0f / largest : 0.0f;
-    auto* to = reinterpret_cast<int8_t*>(linear->weights) + panel * groups * kGroup * kPanel;
-    for (int64_t k = 0; k < num_inputs; ++k) {
-      auto code = static_cast<int32_t>(std::nearbyint(row[k] * inverse));
-      to[(k / kGroup * kPanel + lane) * kGroup + k % kGroup] = static_cast<int8_t>(code + kWeightZero);
-    }
+    int64_t source = source_row(*linear, output);
+    if (source < num_outputs) pack_output(*linear, output, weights + source * num_inputs);
   }
   return linear;
 }
 
 int64_t weights_bytes(const Linear& linear) {
+  if (linear.block_bits) return linear.panels() * linear.num_inputs / kBlockInputs * block_bytes(linear.block_bits);
   int64_t groups = (linear.num_inputs + kGroup - 1) / kGroup;
   int64_t per_output = linear.format == kInt8 ? groups * kGroup : linear.num_inputs * format_bytes(linear.format);
   return linear.panels() * kPanel * per_output;

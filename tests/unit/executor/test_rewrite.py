@@ -155,6 +155,33 @@ def test_int8_stays_near(kind, backend, tmp_path):
     assert nn.functional.cosine_similarity(exact, near, dim=1).min() > 0.99
 
 
+@torch.no_grad()
+def to_blocks(weight: Tensor, most: int) -> None:
+    """Rounds as a file of blocks holds it: 15 and a least, as Q4_1 does, or 127 and both signs, as Q8_0 does."""
+    blocks = weight.view(len(weight), -1, 32)
+    low = blocks.amin(dim=2, keepdim=True).half().float() if most == 15 else torch.tensor(0.0)
+    scale = ((blocks - low).abs().amax(dim=2, keepdim=True) / most).half().float()
+    blocks.copy_(((blocks - low) / scale).round().clamp(-most, most) * scale + low)
+
+
+def test_weights_that_are_blocks_stay_what_they_are(backend, tmp_path):
+    """No factors and no second rounding: int8 differs by the codes of the inputs alone; a row's bits stand alone."""
+    model = load(save_tiny_llama, tmp_path)
+    for name, module in model.module.named_modules():
+        if isinstance(module, nn.Linear):
+            to_blocks(module.weight, 127 if name == "lm_head" else 15)
+    first, *others = some_sequences(45, 17)
+    (plain,) = logits(model, backend, [first], chunk=2048)
+    exact, coded = (rewritten(model, backend, int8) for int8 in (False, True))
+    for each in (exact, coded):
+        assert each.rewritten.all_blocks
+        (whole,) = logits(each, backend, [first], chunk=2048)
+        for company, chunk in (([], 1), (others, 7)):
+            assert torch.equal(logits(each, backend, [first, *company], chunk)[0], whole)
+    torch.testing.assert_close(logits(exact, backend, [first], chunk=2048)[0], plain, rtol=1e-4, atol=1e-4)
+    assert nn.functional.cosine_similarity(plain, whole, dim=1).min() > 0.995
+
+
 def test_a_model_of_another_form_runs_as_it_is_and_says_so(backend, tmp_path, caplog):
     model = load(save(PhiForCausalLM, PhiConfig), tmp_path)
     with caplog.at_level(logging.WARNING):
