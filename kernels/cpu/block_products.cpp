@@ -82,6 +82,12 @@ struct Codes {
   Floats scale[kChunk][2], least[kChunk][2];
 };
 
+// Weights are read once a step and little is computed with few tokens: memory is asked for them well before.
+inline void prefetch_behind(const char* block, int64_t bytes) {
+  constexpr int64_t kAhead = 2048;
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(block + kAhead + at);
+}
+
 // The same as numbers: [blocks * kBlockInputs][halves].
 struct Numbers {
   Floats weights[kChunk * kBlockInputs][2];
@@ -110,6 +116,7 @@ inline const char* codes_of(const char* block, int half) {
 template <int kBits>
 void unpack(const char* from, int64_t blocks, Codes& to) {
   for (int64_t block = 0; block < blocks; ++block, from += block_bytes(kBits)) {
+    prefetch_behind(from, block_bytes(kBits));
     for (int half = 0; half < 2; ++half) {
       load_scales<kBits>(from, half, to.scale[block][half], to.least[block][half]);
       const char* codes = codes_of<kBits>(from, half);
@@ -133,6 +140,7 @@ void unpack(const char* from, int64_t blocks, Codes& to) {
 template <int kBits>
 void unpack(const char* from, int64_t blocks, Numbers& to) {
   for (int64_t block = 0; block < blocks; ++block, from += block_bytes(kBits)) {
+    prefetch_behind(from, block_bytes(kBits));
     auto* numbers = to.weights + block * kBlockInputs;
     for (int half = 0; half < 2; ++half) {
       Floats scale, least;
@@ -272,6 +280,7 @@ void multiply_one(const Linear& linear, const Rows2d& in, int64_t token, int64_t
     Floats scale[kSide][2], least[kSide][2];
 #pragma GCC unroll 8
     for (int side = 0; side < kSide; ++side) {
+      prefetch_behind(at + side * stride, block_bytes(kBits));
       for (int half = 0; half < 2; ++half) {
         load_scales<kBits>(at + side * stride, half, scale[side][half], least[side][half]);
       }
