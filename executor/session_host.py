@@ -176,8 +176,10 @@ class SessionHost:
             answer.set_result(begun)
 
     def _wait(self, opened: Opened, begun: BegunStep, answer: "Future[StepOutcome]") -> None:
-        begun.output.wait()
-        self._thread.submit(self._finish, opened, begun, answer)
+        try:
+            begun.output.wait()
+        finally:  # what went wrong on the device is told by the end of the step
+            self._thread.submit(self._finish, opened, begun, answer)
 
     def _finish(self, opened: Opened, begun: BegunStep, answer: "Future[StepOutcome]") -> None:
         try:

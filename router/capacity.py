@@ -6,6 +6,7 @@ tokens, clients.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from router import admission
 from router.beams import BeamGroup
@@ -53,9 +54,10 @@ class Capacity:
         self._quotas = Quotas(self.model, self.roster)
 
     @property
-    def used_blocks(self) -> int:
-        """Blocks that running choices hold; a shared one counts for each."""
-        return sum(len(choice.block_ids) for choice in list(self.roster.running.values()))
+    def num_held_blocks(self) -> int:
+        """Blocks that running choices hold, a shared one once. From any thread; walks over all of them."""
+        running = list(self.roster.running.values())
+        return len(set(chain.from_iterable(choice.block_ids for choice in running)))
 
     def next_retry_after(self, now: float) -> float | None:
         """The next moment to try again. One that is past was tried, or waits for an event that wakes by itself."""
@@ -171,7 +173,8 @@ class Capacity:
         self.outbox.allocate(Allocation(choice.sequence_id, tuple(choice.tokens), *about))
 
     def _slack(self, num_waiting: int) -> int:
-        return admission.slack_blocks(self.slack_blocks, self.used_blocks, self.model, num_waiting)
+        at_most = sum(len(choice.block_ids) for choice in self.roster.running.values())  # a shared one for each holder
+        return admission.slack_blocks(self.slack_blocks, at_most, self.model, num_waiting)
 
     # ---------------------------------------------------------------------------------------------------------- growth
 

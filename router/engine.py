@@ -51,7 +51,7 @@ class EngineLimits:
 
 
 class Load(NamedTuple):
-    """Requests and blocks now; a shared block counts for each who holds it, but never past the whole pool."""
+    """Requests now, and the part of the pool's blocks that they hold."""
 
     num_running: int
     num_waiting: int
@@ -196,13 +196,13 @@ class Engine:
         return {self._steps.key: self._steps.last_sent} if self._steps else {}
 
     @property
-    def num_used_blocks(self) -> int:
-        """Blocks that its requests hold; a shared one counts for each."""
-        return self._capacity.used_blocks
+    def num_held_blocks(self) -> int:
+        """Blocks that its requests hold, a shared one once."""
+        return self._capacity.num_held_blocks
 
     def load(self) -> Load:
         """How busy it is now."""
-        ratio = min(1.0, self.num_used_blocks / max(1, self.model.num_usable_blocks))
+        ratio = self.num_held_blocks / max(1, self.model.num_usable_blocks)
         return Load(self.roster.num_running, self.roster.num_queued, ratio)
 
     # ------------------------------------------------------------------------------------- what other processes answer

@@ -222,7 +222,7 @@ class _Gauges(Collector):
         running = _gauge("num_requests_running", "Requests that hold blocks")
         waiting = _gauge("num_requests_waiting", "Requests that wait")
         usage = _gauge(
-            "kv_cache_usage_ratio", "Blocks that requests hold, of the pool; one that several share counts for each"
+            "kv_cache_usage_ratio", "Blocks that requests hold, of the pool; one that several share counts once"
         )
         by_reason = _gauge("num_requests_waiting_by_reason", "Requests that wait, by what for", "reason")
         for engine in self._engines():

@@ -149,7 +149,7 @@ def load_message(backends: Sequence[Backend]) -> inference_pb2.GetLoadResponse:
 def _usage_ratio(backends: Sequence[Backend]) -> float:
     """Engines that share a pool fill it together."""
     pools = {backend.pool: backend.model.num_usable_blocks for backend in backends}
-    used = sum(backend.engine.num_used_blocks for backend in backends)
+    used = sum(backend.engine.num_held_blocks for backend in backends)
     return min(1.0, used / max(1, sum(pools.values())))
 
 

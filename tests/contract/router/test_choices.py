@@ -96,6 +96,17 @@ async def test_the_prompt_is_computed_once_and_its_last_block_is_copied(
         assert stats.copied_blocks == len(copies)
 
 
+async def test_a_shared_block_is_one_block_of_the_pool(source: str) -> None:
+    """Three answers to a prompt of 12 blocks hold those 12 and a few each, not three times 12."""
+    async with running_stack(source, wandering, draws=True) as stack:
+        call = asyncio.create_task(answers(stack, "p" * 12 * B, 3, 30))
+        assert await until(lambda: len(stack.engine.roster.running) == 3)
+        num_held = stack.metric("octavo_kv_cache_usage_ratio") * stack.engine.model.num_usable_blocks
+        assert 12 < num_held < 2 * 12
+        await call
+        await stack.settle()
+
+
 async def test_counts_are_of_requests(source: str) -> None:
     """n answers are one request in every gauge and counter, and n times the tokens."""
     async with running_stack(source, wandering, draws=True) as stack:
