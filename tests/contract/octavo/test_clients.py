@@ -263,13 +263,15 @@ def test_prompt_forms_travel_as_what_they_are(make_client, fake):
 
 SAMPLES = {
     **dict.fromkeys(("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"), 0.5),
-    **dict.fromkeys(("top_k", "seed", "n", "best_of", "max_tokens", "min_tokens", "top_logprobs", "priority"), 3),
+    **dict.fromkeys(("top_k", "seed", "n", "best_of", "beam_width", "top_logprobs"), 3),
+    **dict.fromkeys(("max_tokens", "min_tokens", "priority"), 3),
     **dict.fromkeys(("include_stop", "ignore_eos", "logprobs", "prompt_logprobs", "echo", "bypass_cache"), False),
     **dict.fromkeys(("skip_special_tokens", "token_ids", "add_generation_prompt"), False),
     **dict.fromkeys(("request_id", "model", "adapter", "cache_salt", "json_schema", "regex", "grammar"), "a"),
     "choice": ["a", "b"],
     **{name: [1, 2] for name in ("allowed_token_ids", "stop_token_ids")},
-    "repetition_penalty": 0.5,
+    **dict.fromkeys(("repetition_penalty", "length_penalty"), 0.5),
+    "early_stopping": False,
     "logit_bias": {4: 0.5},
     "bad_words": ["a"],
     "stop": ["a", "b"],

@@ -378,7 +378,10 @@ async def test_before_the_model_is_there_calls_are_told_to_come_back():
 
 
 async def test_every_field_of_a_row_arrives():
-    """What a router sends is what a row samples by: no field of RowSampling is dropped."""
+    """What a router sends is what a row samples by: no field of RowSampling is dropped.
+
+    But `num_candidates`, of rows that draw nothing: test_candidates.py.
+    """
     async with serving() as edge:
         sampling = pb.RowSampling(
             temperature=0.5,
@@ -410,7 +413,8 @@ async def test_every_field_of_a_row_arrives():
         await edge.stub.ExecuteStep(pb.ExecuteStepRequest(open=open_request().open, step=request))
         batch = edge.runner.batches[0]
     found = batch.sampling
-    assert not [name for name in pb.RowSampling.DESCRIPTOR.fields_by_name if not getattr(sampling, name)]
+    missing = [name for name in pb.RowSampling.DESCRIPTOR.fields_by_name if not getattr(sampling, name)]
+    assert missing == ["num_candidates"]
     assert (found.temperature.item(), found.top_k.item(), found.top_p.item()) == (0.5, 7, 0.25)
     assert (found.min_p.item(), found.seed.item(), found.choice_index.item()) == (0.125, -3, 4)
     rules = batch.adjustments
