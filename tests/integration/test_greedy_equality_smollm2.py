@@ -61,7 +61,7 @@ def case() -> Iterator[Case]:
 @pytest.mark.parametrize(
     ("variant", "chunk", "batch", "warm"),
     [
-        ("all at once", 2048, 20, False),
+        pytest.param("all at once", 2048, 20, False, marks=pytest.mark.long),
         pytest.param("a batch of eight", 2048, 8, False, marks=pytest.mark.long),
         ("chunks of 33 in a batch", 33, 8, False),
         ("prefix hits in a batch", 2048, 8, True),
