@@ -54,8 +54,8 @@ def case() -> Iterator[Case]:
         torch.set_num_threads(2)
         for prompt in prompts[GENERATED]:
             oracle.greedy(prompt, NUM_TOKENS)
-        torch.set_num_threads(1)
         yield Case(engine, oracle, prompts)
+        torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize(
