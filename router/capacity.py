@@ -6,12 +6,11 @@ tokens, clients.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 
 from router import admission
 from router.beams import BeamGroup
 from router.ids import BlockId, StepId
-from router.live import Choice, LiveRequest, Phase
+from router.live import Choice, LiveRequest, Phase, num_held_blocks
 from router.model import Model, blocks_for
 from router.observer import Observer
 from router.outbox import Allocated, Allocation, Commit, Extended, Extension, Fork, Forked, Outbox, Release, Snapshot
@@ -56,8 +55,7 @@ class Capacity:
     @property
     def num_held_blocks(self) -> int:
         """Blocks that running choices hold, a shared one once. From any thread; walks over all of them."""
-        running = list(self.roster.running.values())
-        return len(set(chain.from_iterable(choice.block_ids for choice in running)))
+        return num_held_blocks(list(self.roster.running.values()))
 
     def next_retry_after(self, now: float) -> float | None:
         """The next moment to try again. One that is past was tried, or waits for an event that wakes by itself."""

@@ -10,8 +10,10 @@ With beam search a choice is a lane, in which one beam after another is computed
 end together, and the answers are the search's.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from itertools import chain
 
 from octavo.tracing import NO_CONTEXT, RequestTag, TraceContext
 from router.beams import BeamGroup
@@ -176,6 +178,11 @@ class Choice:
         self.block_ids = []
         self.num_asked_blocks = 0
         self.free_after = {}
+
+
+def num_held_blocks(choices: Iterable[Choice]) -> int:
+    """Blocks in their tables, a shared one once."""
+    return len(set(chain.from_iterable(choice.block_ids for choice in choices)))
 
 
 # Whose phase is one of these has no slot and asks for none but its own.

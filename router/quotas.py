@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from router import admission
-from router.live import Choice
+from router.live import Choice, num_held_blocks
 from router.model import Model, blocks_for
 from router.roster import Roster
 from router.scheduler import UNBOUNDED
@@ -36,7 +36,7 @@ class Quotas:
         if left - sum(len(each.block_ids) for each in own) >= enough:
             return enough
         if choice.checked.tenant not in self._held:
-            self._held[choice.checked.tenant] = len(set(chain.from_iterable(each.block_ids for each in own)))
+            self._held[choice.checked.tenant] = num_held_blocks(own)
         return left - self._held[choice.checked.tenant]
 
     def recount(self) -> None:
