@@ -8,7 +8,6 @@ and their order of messages (service), processes and memory (registry, arena).
 from array import array
 from collections import Counter
 from collections.abc import Sequence as Sequenced
-from dataclasses import dataclass
 
 from cache_service import refusal
 from cache_service.block import BlockId
@@ -35,26 +34,9 @@ from cache_service.pool import BlockPool
 from cache_service.prefix import Extras, HashFunction, PrefixIndex, PrefixNode, blake2b_key, pack_tokens
 from cache_service.rebuild import Rebuild, give_back
 from cache_service.sequence import Sequence
+from cache_service.stats import ManagerStats
 from cache_service.times import BlockTimes
 from octavo.errors import FieldViolation, OctavoError, invalid_argument
-
-
-@dataclass(frozen=True, slots=True)
-class ManagerStats:
-    """Counts of one arena: blocks per state now, and totals since it was made."""
-
-    total_blocks: int
-    free_blocks: int
-    cached_blocks: int
-    used_blocks: int
-    fenced_blocks: int
-    reserved_blocks: int
-    num_sequences: int
-    queried_tokens: int
-    hit_tokens: int
-    evicted_blocks: int
-    allocated_blocks: int
-    copied_blocks: int
 
 
 class BlockManager:
