@@ -20,7 +20,7 @@ from benchmarks.servers import serving
 # What of `octavo serve` differs; the JSON has them too.
 CONFIGURATIONS = {
     "fp32": ["--executor.weights=fp32"],
-    "int8": ["--executor.weights=int8", "--executor.kv-dtype=bfloat16"],
+    "int8": ["--executor.weights=int8"],
 }
 
 
