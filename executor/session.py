@@ -68,13 +68,9 @@ class Session:
         for old in [stored for stored in self._results if stored <= step_id]:
             del self._results[old]
 
-    def process(self, step: Step) -> StepOutcome:
-        """Begin the step and finish it. Never raises for what a router or the model did."""
-        begun = self.begin(step)
-        return self.finish(begun) if isinstance(begun, BegunStep) else begun
-
     def begin(self, step: Step) -> BegunStep | StepOutcome:
-        """Give the step to the runner, or say why not; where it is computed at once, its outcome.
+        """Give the step to the runner, or say why not; where it is computed at once, its outcome. Never raises for what
+        a router or the model did.
 
         A step that cannot begin behind another, for whatever reason, begins anew once that one is finished.
         """

@@ -123,13 +123,8 @@ class SessionStore:
         """The outcome of a step that was begun, waited for. The end of a session finishes its steps."""
         return begun.outcome or self._of(opened).session.finish(begun)
 
-    def process(self, opened: Opened, step: Step) -> StepOutcome:
-        """Begin a step and finish it. Raises as `begin`."""
-        begun = self.begin(opened, step)
-        return self.finish(opened, begun) if isinstance(begun, BegunStep) else begun
-
     def acknowledge(self, opened: Opened, step_id: StepId) -> None:
-        """Drop the results up to step_id. Raises as `process`."""
+        """Drop the results up to step_id. Raises as `begin`."""
         self._of(opened).session.acknowledge(step_id)
 
     def close(self, opened: Opened) -> None:

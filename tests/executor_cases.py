@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from executor.batch import Batch
+from executor.begun import BegunStep
 from executor.ids import SessionId, StepId
 from executor.pending import DoneOutput
 from executor.runner import Runner
 from executor.session import Session
-from executor.step import BlockTable, Ints, RowSampling, RowStart, Step, StepError, StepOutput
+from executor.sessions import Opened, SessionStore
+from executor.step import BlockTable, Ints, RowSampling, RowStart, Step, StepError, StepOutcome, StepOutput
 from executor.step_check import StepLimits
 
 BLOCK = 4
@@ -103,3 +105,15 @@ class ScriptedRunner:
 def scripted_session(runner: ScriptedRunner | None = None, max_rows: int = 8) -> Session:
     """A session whose model is a script."""
     return Session(SessionId(1), max_rows, LIMITS, runner or ScriptedRunner())
+
+
+def process(session: Session, step: Step) -> StepOutcome:
+    """Begin a step and finish it."""
+    begun = session.begin(step)
+    return session.finish(begun) if isinstance(begun, BegunStep) else begun
+
+
+def process_in(store: SessionStore, opened: Opened, step: Step) -> StepOutcome:
+    """Begin a step of a connection and finish it."""
+    begun = store.begin(opened, step)
+    return store.finish(opened, begun) if isinstance(begun, BegunStep) else begun

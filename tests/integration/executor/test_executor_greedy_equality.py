@@ -21,7 +21,7 @@ from executor.session import Session
 from executor.step import BlockTable, RowSampling, RowStart, StepResult, TableExtension
 from executor.step_check import StepLimits
 from octavo.model_source import resolve_model
-from tests.executor_cases import ints, row, step
+from tests.executor_cases import ints, process, row, step
 from tests.oracle import Comparison, Oracle
 from tests.tiny_models import VOCABULARY_SIZE, save_tiny_gemma2, save_tiny_gemma3, save_tiny_llama
 
@@ -80,7 +80,7 @@ def generate(session: Session, prompts: list[list[int]], chunk: int, num_tokens:
         live = [slot for slot, answer in enumerate(answers) if len(answer) < num_tokens]
         runs = [(slot, computed[slot], min(chunk, known[slot] - computed[slot])) for slot in live]
         started = tuple(rows) if step_id == 1 else ()
-        outcome = session.process(step(step_id, runs, started_rows=started, acknowledged_step=step_id - 1))
+        outcome = process(session, step(step_id, runs, started_rows=started, acknowledged_step=step_id - 1))
         assert isinstance(outcome, StepResult), outcome
         tokens = iter(outcome.token_ids.tolist())
         for (slot, _, count), num_sampled in zip(runs, outcome.num_sampled.tolist(), strict=True):
@@ -125,7 +125,7 @@ def run_greedy(session: Session, first_step: int, slot: int, start: int, number:
     """Decode `number` tokens of one row whose next token to compute is at `start`."""
     tokens = []
     for index in range(number):
-        outcome = session.process(step(first_step + index, [(slot, start + index, 1)]))
+        outcome = process(session, step(first_step + index, [(slot, start + index, 1)]))
         assert isinstance(outcome, StepResult), outcome
         tokens += outcome.token_ids.tolist()
     return tokens
@@ -136,11 +136,11 @@ def test_a_row_that_starts_on_computed_blocks_continues_the_sequence(case: Case)
     prompt = case.prompts[-1]
     expected = case.oracle.greedy(prompt, NUM_TOKENS).token_ids
     session, blocks = case.session(), blocks_of(0, len(prompt) + NUM_TOKENS)
-    session.process(step(1, [(0, 0, len(prompt))], started_rows=(row(0, prompt, blocks),)))
+    process(session, step(1, [(0, 0, len(prompt))], started_rows=(row(0, prompt, blocks),)))
     run_greedy(session, 2, 0, len(prompt), 9)
     history = prompt + expected[:10]
     again = row(3, history, blocks, computed=len(history) - 2)  # one token is computed twice, as after a lost step
-    outcome = session.process(step(11, [(3, len(history) - 2, 2)], retired_slots=ints(0), started_rows=(again,)))
+    outcome = process(session, step(11, [(3, len(history) - 2, 2)], retired_slots=ints(0), started_rows=(again,)))
     assert isinstance(outcome, StepResult), outcome
     assert outcome.token_ids.tolist() + run_greedy(session, 12, 3, len(history), 21) == expected[10:NUM_TOKENS]
 
@@ -150,13 +150,13 @@ def test_a_copied_block_continues_apart_from_its_source(case: Case, attention: s
     """Field failure 9: copies come before the forward pass, and read every source before any target is written."""
     prompt = case.prompts[1]  # one full block, and one token in the second
     session = case.session(attention)
-    session.process(step(1, [(0, 0, len(prompt))], started_rows=(row(0, prompt, [2, 3, 4]),)))
+    process(session, step(1, [(0, 0, len(prompt))], started_rows=(row(0, prompt, [2, 3, 4]),)))
     token = case.oracle.greedy(prompt, 1).token_ids[0]
     child = row(1, [*prompt, token], [2, 5, 6], computed=len(prompt))
     other = row(2, [*prompt, 77], [2, 9, 10], computed=len(prompt))
     copies = {"copy_sources": ints(3, 3), "copy_targets": ints(5, 9)}
     runs = [(0, len(prompt), 1), (1, len(prompt), 1), (2, len(prompt), 1)]
-    outcome = session.process(step(2, runs, started_rows=(child, other), **copies))
+    outcome = process(session, step(2, runs, started_rows=(child, other), **copies))
     assert isinstance(outcome, StepResult), outcome
     expected = case.oracle.greedy(prompt, 2).token_ids[1]
     different = case.oracle.greedy([*prompt, 77], 1).token_ids[0]
@@ -169,11 +169,11 @@ def test_swapped_blocks_swap_their_sequences(case: Case, attention: str):
     left, right = case.prompts[1][:BLOCK], case.prompts[2][:BLOCK]
     session = case.session(attention)
     rows = (row(0, left, [1]), row(1, right, [2]))
-    session.process(step(1, [(0, 0, BLOCK), (1, 0, BLOCK)], started_rows=rows))
+    process(session, step(1, [(0, 0, BLOCK), (1, 0, BLOCK)], started_rows=rows))
     again = (row(0, [*left, 9], [2, 3], computed=BLOCK), row(1, [*right, 9], [1, 4], computed=BLOCK))
     swap = {"copy_sources": ints(1, 2), "copy_targets": ints(2, 1)}
     runs = [(0, BLOCK, 1), (1, BLOCK, 1)]
-    outcome = session.process(step(2, runs, retired_slots=ints(0, 1), started_rows=again, **swap))
+    outcome = process(session, step(2, runs, retired_slots=ints(0, 1), started_rows=again, **swap))
     assert isinstance(outcome, StepResult), outcome
     assert outcome.token_ids.tolist() == [case.oracle.greedy([*prompt, 9], 1).token_ids[0] for prompt in (left, right)]
 
@@ -192,7 +192,7 @@ def seeded(session: Session, slot: int, neighbours: int, number: int = 20) -> li
     for index in range(number):
         extensions = (TableExtension(0, ints(slot), ints(4), ints(100, 101, 102, 103)),) if index == 2 else ()
         request = step(index + 1, runs, started_rows=rows if index == 0 else (), extensions=extensions)
-        outcome = session.process(request)
+        outcome = process(session, request)
         assert isinstance(outcome, StepResult), outcome
         tokens.append(int(outcome.token_ids[0]))
         runs = [(slot, 3 + index, 1)] + [(other, 3 + index, 1) for other in others if index < 3]
@@ -210,12 +210,12 @@ def test_a_broken_model_spoils_the_step_and_nothing_else(case: Case, monkeypatch
     """An exception in the forward pass is the step's failure; the session lives, its state as before."""
     prompt = case.prompts[2]
     session = case.session()
-    session.process(step(1, [(0, 0, len(prompt))], started_rows=(row(0, prompt, blocks_of(0, 60)),)))
+    process(session, step(1, [(0, 0, len(prompt))], started_rows=(row(0, prompt, blocks_of(0, 60)),)))
     with monkeypatch.context() as patch:
         patch.setattr(CausalModel, "forward", lambda *_: (_ for _ in ()).throw(RuntimeError("not enough memory: gone")))
-        assert session.process(step(2, [(0, len(prompt), 1)])).reason == "OUT_OF_MEMORY"
+        assert process(session, step(2, [(0, len(prompt), 1)])).reason == "OUT_OF_MEMORY"
         patch.setattr(CausalModel, "forward", lambda *_: 1 / 0)
-        failed = session.process(step(2, [(0, len(prompt), 1)]))
+        failed = process(session, step(2, [(0, len(prompt), 1)]))
         assert (failed.reason, failed.message) == ("MODEL_ERROR", "ZeroDivisionError: division by zero")
     expected = case.oracle.greedy(prompt, 4).token_ids
     assert run_greedy(session, 2, 0, len(prompt), 3) == expected[1:]
@@ -227,7 +227,7 @@ def test_kv_of_another_row_that_is_not_finite_spoils_that_row_alone(case: Case):
     session = case.session()
     poisoned = row(1, prompt, blocks_of(1, 60), computed=len(prompt) - 1)  # claims KV that nobody wrote
     runs = [(0, 0, len(prompt)), (1, len(prompt) - 1, 1)]
-    outcome = session.process(step(1, runs, started_rows=(row(0, prompt, blocks_of(0, 60)), poisoned)))
+    outcome = process(session, step(1, runs, started_rows=(row(0, prompt, blocks_of(0, 60)), poisoned)))
     assert isinstance(outcome, StepResult), outcome
     assert np.array_equal(outcome.num_sampled, [1, 0])
     assert [failure.row for failure in outcome.failures] == [1]

@@ -10,7 +10,7 @@ from executor.ids import SessionId
 from executor.runner import Runner
 from executor.session import Session
 from executor.step import MODEL_ERROR, RowSampling, Step, StepError, StepFailed, StepResult
-from tests.executor_cases import LIMITS, NoArena, NoAttention, TableModel, ints, row, step, table_session
+from tests.executor_cases import LIMITS, NoArena, NoAttention, TableModel, ints, process, row, step, table_session
 
 VOCABULARY = 12
 LIMIT = {"vocabulary_size": VOCABULARY}
@@ -24,7 +24,7 @@ def table() -> torch.Tensor:
 
 
 def result_of(session: Session, request: Step) -> StepResult:
-    outcome = session.process(request)
+    outcome = process(session, request)
     assert isinstance(outcome, StepResult), outcome
     return outcome
 
@@ -57,7 +57,7 @@ def test_candidates_are_the_best_and_the_row_waits_for_one() -> None:
     assert first.num_sampled.tolist() == [0, 1]
     assert first.token_ids.tolist() == [int(table()[4].argmax())]
     assert_equal(found(first)[0], best_directly(logprobs(5), 5))
-    assert isinstance(session.process(step(2, [(0, 3, 1)])), StepFailed), "nothing to compute before a token is chosen"
+    assert isinstance(process(session, step(2, [(0, 3, 1)])), StepFailed), "nothing to compute before a token is chosen"
     second = result_of(session, step(2, [(0, 3, 1)], appended_slots=ints(0), appended_token_ids=ints(7)))
     assert_equal(found(second)[0], best_directly(logprobs(7), 5))
     assert second.num_sampled.tolist() == [0]
@@ -114,7 +114,7 @@ def test_a_failed_step_takes_its_appended_tokens_back() -> None:
     sampling = RowSampling(num_candidates=VOCABULARY, frequency_penalty=1.0, num_prompt_tokens=1)
     result_of(session, step(1, [(0, 0, 1)], started_rows=(row(0, [3], [1], sampling=sampling),)))
     runner.fails = True
-    failed = session.process(step(2, [(0, 1, 1)], appended_slots=ints(0), appended_token_ids=ints(8)))
+    failed = process(session, step(2, [(0, 1, 1)], appended_slots=ints(0), appended_token_ids=ints(8)))
     assert isinstance(failed, StepFailed)
     runner.fails = False
     again = result_of(session, step(2, [(0, 1, 1)], appended_slots=ints(0), appended_token_ids=ints(6)))
@@ -171,7 +171,7 @@ def test_an_invalid_step_is_named_and_changes_nothing(fields: dict, named: str) 
     asks = RowSampling(num_candidates=2)
     starts = (row(0, [1], [1], sampling=asks), row(1, [1], [2]), row(2, [1, 2], [3], sampling=asks))
     result_of(session, step(1, [(0, 0, 1), (1, 0, 1), (2, 0, 1)], started_rows=starts))
-    outcome = session.process(step(2, **fields))
+    outcome = process(session, step(2, **fields))
     assert isinstance(outcome, StepFailed)
     assert named in outcome.message
     result_of(session, step(2, [(0, 1, 1)], appended_slots=ints(0), appended_token_ids=ints(1)))

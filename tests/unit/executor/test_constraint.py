@@ -13,7 +13,7 @@ from executor.logits.constraint import ConstraintMaker
 from executor.runner import Runner
 from executor.session import Session
 from executor.step import CONSTRAINT_FAILED, RowSampling, StepResult
-from tests.executor_cases import LIMITS, NoArena, NoAttention, TableModel, row, step
+from tests.executor_cases import LIMITS, NoArena, NoAttention, TableModel, process, row, step
 from tests.tiny_models import EOS, VOCABULARY_SIZE, tiny_tokenizer
 
 OTHER_EOS = 4
@@ -53,7 +53,7 @@ def run(session: Session, samplings: dict[int, RowSampling], num_steps: int) -> 
             (slot, 0 if index == 0 else len(PROMPT) + index - 1, len(PROMPT) if index == 0 else 1) for slot in samplings
         ]
         started = tuple(starts) if index == 0 else ()
-        result = session.process(step(index + 1, runs, started_rows=started))
+        result = process(session, step(index + 1, runs, started_rows=started))
         assert isinstance(result, StepResult), result
         results.append(result)
     return results
@@ -103,7 +103,7 @@ def test_a_row_that_is_sent_again_goes_on_where_it_was(maker: ConstraintMaker) -
     for cut in (1, 3, 4, 5, 6):
         history = [*PROMPT, *whole[:cut]]
         start = row(0, history, list(range(1, 16)), sampling=sampling)
-        result = session_of(maker).process(step(1, [(0, 0, len(history))], started_rows=(start,)))
+        result = process(session_of(maker), step(1, [(0, 0, len(history))], started_rows=(start,)))
         assert isinstance(result, StepResult)
         assert result.token_ids.tolist() == whole[cut : cut + 1]
 
@@ -149,7 +149,7 @@ def test_a_costly_grammar_does_not_hold_up_the_step(maker: ConstraintMaker) -> N
     run(session, {1: RowSampling()}, 1)  # the vocabulary is there
     began = time.monotonic()
     start = row(0, PROMPT, list(range(1, 16)), sampling=regex("(a{1000}){1000}"))
-    result = session.process(step(2, [(0, 0, len(PROMPT)), (1, len(PROMPT), 1)], started_rows=(start,)))
+    result = process(session, step(2, [(0, 0, len(PROMPT)), (1, len(PROMPT), 1)], started_rows=(start,)))
     assert isinstance(result, StepResult)
     assert time.monotonic() - began < 1.0
     assert result.num_sampled[1] == 1

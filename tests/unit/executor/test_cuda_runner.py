@@ -22,7 +22,7 @@ from executor.runner import NOTHING, Runner
 from executor.step import LOGITS_NOT_FINITE, StepFailed, StepGap, StepResult, TableExtension
 from octavo.errors import OctavoError
 from octavo.model_source import resolve_model
-from tests.executor_cases import ints, row, step
+from tests.executor_cases import ints, process, row, step
 from tests.runner_cases import CONTEXT, SAMPLINGS, assert_same, make_arena, process_ahead, serve, session_of
 from tests.tiny_models import save_tiny_llama
 
@@ -168,7 +168,7 @@ def test_a_row_whose_logits_are_not_finite_fails_alone(model):
     session = session_of(cuda_runner(model, arena, Recorded()))
     rows = (row(0, [5, 6, 7], [1], computed=2), row(1, [5, 6, 7], [2]))
     arena.views[0].k[1, :, :2], arena.views[0].v[1, :, :2] = torch.nan, torch.nan
-    result = session.process(step(1, [(0, 2, 1), (1, 0, 3)], started_rows=rows))
+    result = process(session, step(1, [(0, 2, 1), (1, 0, 3)], started_rows=rows))
     assert isinstance(result, StepResult)
     assert [(failure.row, failure.reason) for failure in result.failures] == [(0, LOGITS_NOT_FINITE)]
     assert result.num_sampled.tolist() == [0, 1]
@@ -178,7 +178,7 @@ def test_no_step_runs_on_memory_that_is_lost(model, monkeypatch):
     arena, told = make_arena(model), []
     runner = CudaRunner(model, arena, TritonAttention("triton-interpret"), told.append)
     monkeypatch.setattr(arena, "lost_reason", lambda: "its maker has ended")
-    outcome = session_of(runner).process(step(1, [(0, 0, 2)], started_rows=(row(0, [5, 6], [1]),)))
+    outcome = process(session_of(runner), step(1, [(0, 0, 2)], started_rows=(row(0, [5, 6], [1]),)))
     assert outcome == StepFailed(1, "MODEL_ERROR", "its maker has ended")
     assert told == ["its maker has ended"]
 

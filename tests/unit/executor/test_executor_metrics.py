@@ -5,7 +5,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from executor.metrics import ExecutorMetrics, MeteredRunner, StateCollector
 from executor.step import MODEL_ERROR, StepError
-from tests.executor_cases import ScriptedRunner, row, scripted_session, step
+from tests.executor_cases import ScriptedRunner, process, row, scripted_session, step
 
 
 def test_steps_are_counted_once_and_gauges_follow_the_state():
@@ -13,10 +13,10 @@ def test_steps_are_counted_once_and_gauges_follow_the_state():
     session = scripted_session(MeteredRunner(runner, ExecutorMetrics(registry, "m")))  # type: ignore[arg-type]
     registry.register(StateCollector({"executor": "e", "attention": "torch"}, lambda: 1, lambda: session.num_rows))
     first = step(1, [(0, 0, 3)], started_rows=(row(0, [1, 2, 3], [1]),))
-    session.process(first)
-    session.process(first)  # the stored result: no second step
+    process(session, first)
+    process(session, first)  # the stored result: no second step
     runner.error = StepError(MODEL_ERROR, "broken")
-    session.process(step(2, [(0, 3, 1)]))
+    process(session, step(2, [(0, 3, 1)]))
     assert registry.get_sample_value("octavo_iteration_tokens_sum", {"model_name": "m"}) == 3
     assert registry.get_sample_value("octavo_iteration_tokens_count", {"model_name": "m"}) == 1
     part = {"model_name": "m", "part": "execute"}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from executor.step import RowSampling, StepResult, TableExtension, TokenLogprobs
-from tests.executor_cases import BLOCK, ints, row, step, table_session
+from tests.executor_cases import BLOCK, ints, process, row, step, table_session
 from tests.logit_rules import Asked, adjusted_directly
 
 SIZE = 100
@@ -100,7 +100,7 @@ class Rows:
             self.computed[slot], self.lengths[slot], self.tokens[slot] = 0, len(PROMPT), []
         runs = [(slot, done, min(chunk, self.lengths[slot] - done)) for slot, done in sorted(self.computed.items())]
         self._step += 1
-        result = self.session.process(step(self._step, runs, started_rows=tuple(rows), retired_slots=ints(*retire)))
+        result = process(self.session, step(self._step, runs, started_rows=tuple(rows), retired_slots=ints(*retire)))
         assert isinstance(result, StepResult), result
         tokens = iter(result.token_ids.tolist())
         for (slot, _, count), num_sampled in zip(runs, result.num_sampled.tolist(), strict=True):
@@ -175,9 +175,9 @@ def test_a_row_that_is_sent_again_counts_what_it_generated() -> None:
         session = table_session(TABLE)
         history = [*PROMPT, *right[:cut]]
         start = row(0, history, list(range(1, 8)), sampling=sampling_of(asked))
-        found = [session.process(step(1, [(0, 0, len(history))], started_rows=(start,)))]
+        found = [process(session, step(1, [(0, 0, len(history))], started_rows=(start,)))]
         for index in range(5):
-            found.append(session.process(step(2 + index, [(0, len(history) + index, 1)])))
+            found.append(process(session, step(2 + index, [(0, len(history) + index, 1)])))
         assert [result.token_ids.item() for result in found] == right[cut : cut + 6]
 
 
@@ -186,7 +186,7 @@ def test_a_step_that_fails_takes_its_counts_back() -> None:
     rows = Rows()
     rows.run({0: sampling_of(asked)})
     bad = step(rows._step + 1, [(0, rows.computed[0], 1)], extensions=(TableExtension(0, ints(3), ints(1), ints(9)),))
-    rows.session.process(bad)
+    process(rows.session, bad)
     for _ in range(8):
         rows.run()
     assert rows.tokens[0] == greedy_directly(asked, 9)
@@ -278,7 +278,7 @@ def test_a_row_that_is_not_finite_gets_no_logprobs() -> None:
     session = table_session(table)
     ask = RowSampling(logprobs=True, num_top_logprobs=2)
     starts = (row(0, [10, 20], [1], sampling=ask), row(1, [10, 30], [2], sampling=ask))
-    result = session.process(step(1, [(0, 0, 2), (1, 0, 2)], started_rows=starts))
+    result = process(session, step(1, [(0, 0, 2), (1, 0, 2)], started_rows=starts))
     assert isinstance(result, StepResult)
     assert result.num_sampled.tolist() == [0, 1]
     assert result.sampled_logprobs is not None

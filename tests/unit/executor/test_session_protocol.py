@@ -20,11 +20,11 @@ from executor.step import (
     StepResult,
     TableExtension,
 )
-from tests.executor_cases import BLOCK, LIMITS, ScriptedRunner, ints, row, scripted_session, step
+from tests.executor_cases import BLOCK, LIMITS, ScriptedRunner, ints, process, row, scripted_session, step
 
 
 def result_of(session: Session, request: Step) -> StepResult:
-    outcome = session.process(request)
+    outcome = process(session, request)
     assert isinstance(outcome, StepResult), outcome
     return outcome
 
@@ -144,14 +144,14 @@ def test_a_step_sent_again_returns_the_stored_result():
     runner = ScriptedRunner()
     session = started(runner)
     second = result_of(session, step(2, [(2, 3, 1)]))
-    assert session.process(step(2, [(2, 3, 1)])) is second
+    assert process(session, step(2, [(2, 3, 1)])) is second
     assert len(runner.batches) == 2
 
 
 def test_acknowledged_results_are_dropped():
     session = started()
     result_of(session, step(2, [(2, 3, 1)], acknowledged_step=1))
-    assert session.process(step(1)) == StepGap(2)
+    assert process(session, step(1)) == StepGap(2)
     session.acknowledge(2)
     assert session.num_stored_results == 0
 
@@ -159,7 +159,7 @@ def test_acknowledged_results_are_dropped():
 @pytest.mark.parametrize("step_id", [3, 7, 2**63])
 def test_a_skipped_id_is_a_gap(step_id):
     session = started()
-    assert session.process(step(step_id, [(2, 3, 1)])) == StepGap(1)
+    assert process(session, step(step_id, [(2, 3, 1)])) == StepGap(1)
     assert result_of(session, step(2, [(2, 3, 1)])).token_ids.tolist() == [14]
 
 
@@ -168,9 +168,9 @@ def test_a_failed_step_changes_nothing_and_its_id_is_used_again():
     session = started(runner)
     runner.error = StepError(MODEL_ERROR, "broken")
     takes_over = step(2, [(2, 0, 1)], acknowledged_step=1, retired_slots=ints(2), started_rows=(row(2, [50], [9]),))
-    assert session.process(takes_over) == StepFailed(2, MODEL_ERROR, "broken")
-    assert session.process(step(3, [(2, 4, 1)])) == StepGap(1)  # was in flight behind it
-    assert isinstance(session.process(step(1)), StepResult)  # nor was the acknowledgement applied
+    assert process(session, takes_over) == StepFailed(2, MODEL_ERROR, "broken")
+    assert process(session, step(3, [(2, 4, 1)])) == StepGap(1)  # was in flight behind it
+    assert isinstance(process(session, step(1)), StepResult)  # nor was the acknowledgement applied
     assert result_of(session, step(2, [(2, 3, 1)])).token_ids.tolist() == [14]
     assert runner.batches[-1].attention.tables.tolist() == [[5]]
 
@@ -204,7 +204,7 @@ def test_a_router_that_acknowledges_nothing_is_refused_before_memory_fills():
     session = scripted_session()
     for step_id in range(1, MAX_STORED_RESULTS + 1):
         result_of(session, step(step_id))
-    outcome = session.process(step(MAX_STORED_RESULTS + 1))
+    outcome = process(session, step(MAX_STORED_RESULTS + 1))
     assert isinstance(outcome, StepFailed)
     assert "acknowledge" in outcome.message
     result_of(session, step(MAX_STORED_RESULTS + 1, acknowledged_step=MAX_STORED_RESULTS))
@@ -341,7 +341,7 @@ def test_an_invalid_step_is_named_and_changes_nothing(name):
     make, text = INVALID[name]
     runner = ScriptedRunner()
     session = started(runner)
-    outcome = session.process(make())
+    outcome = process(session, make())
     assert isinstance(outcome, StepFailed)
     assert outcome.reason == "INVALID_STEP"
     assert text in outcome.message
@@ -378,7 +378,7 @@ def test_random_steps_agree_with_a_plain_model_of_rows():
         )
         if rng.random() < 0.2:
             bad = step(step_id, [*runs, (7, 63, 1)], retired_slots=ints(*retired), started_rows=tuple(starts))
-            assert isinstance(session.process(bad), StepFailed)
+            assert isinstance(process(session, bad), StepFailed)
         outcome = result_of(session, request)
         expected = []
         for slot, begin, count in runs:
@@ -398,13 +398,13 @@ def test_a_row_draws_several_tokens_when_it_first_samples():
     session = scripted_session(runner)
     several = RowSampling(temperature=1.0, choice_index=2, num_samples=3)
     rows = (row(0, [1, 2, 3], [1]), row(1, [4, 5, 6], [2], sampling=several))
-    first = session.process(step(1, [(0, 0, 3), (1, 0, 2)], started_rows=rows))
+    first = process(session, step(1, [(0, 0, 3), (1, 0, 2)], started_rows=rows))
     assert (first.num_sampled.tolist(), first.token_ids.tolist()) == ([1, 0], [10])
-    second = session.process(step(2, [(1, 2, 1), (0, 3, 1)]))
+    second = process(session, step(2, [(1, 2, 1), (0, 3, 1)]))
     assert (second.num_sampled.tolist(), second.token_ids.tolist()) == ([3, 1], [12, 13, 14, 10])
     assert runner.batches[1].logits_tokens.tolist() == [0, 0, 0, 1]
     assert runner.batches[1].sampling.choice_index.tolist() == [2, 3, 4, 0]
-    third = session.process(step(3, [(1, 3, 1)]))
+    third = process(session, step(3, [(1, 3, 1)]))
     assert (third.num_sampled.tolist(), third.token_ids.tolist()) == ([1], [12])
     assert runner.batches[2].input_ids.tolist() == [12], "its own history went on with its first draw"
 
@@ -414,7 +414,7 @@ def test_a_row_of_several_draws_whose_logits_are_not_finite_gives_none():
     session = scripted_session(runner)
     runner.not_finite = {0, 1}
     several = RowSampling(num_samples=2)
-    outcome = session.process(step(1, [(0, 0, 2)], started_rows=(row(0, [1, 2], [1], sampling=several),)))
+    outcome = process(session, step(1, [(0, 0, 2)], started_rows=(row(0, [1, 2], [1], sampling=several),)))
     assert (outcome.num_sampled.tolist(), outcome.token_ids.tolist()) == ([0], [])
     assert [failure.row for failure in outcome.failures] == [0]
 
@@ -423,5 +423,5 @@ def test_more_draws_than_slots_are_refused():
     session = scripted_session(max_rows=4)
     for num_samples, reason in ((5, "INVALID_STEP"), (4, None)):
         started = (row(0, [1, 2], [1], sampling=RowSampling(num_samples=num_samples)),)
-        outcome = session.process(step(1, [(0, 0, 2)], started_rows=started))
+        outcome = process(session, step(1, [(0, 0, 2)], started_rows=started))
         assert getattr(outcome, "reason", None) == reason

@@ -7,7 +7,7 @@ from executor.session import Session
 from executor.sessions import Opening, SessionStore
 from executor.step import StepGap, StepResult
 from octavo.errors import Code, OctavoError
-from tests.executor_cases import LIMITS, ScriptedRunner, row, step
+from tests.executor_cases import LIMITS, ScriptedRunner, process_in, row, step
 
 
 @pytest.fixture
@@ -26,32 +26,32 @@ FIRST = step(1, [(0, 0, 1)], started_rows=(row(0, [10], [1]),))
 def test_sessions_of_several_routers_interleave(store):
     a, b = store.open(opening("a")), store.open(opening("b", 1))
     assert a.session_id != b.session_id
-    assert store.process(a, FIRST).token_ids.tolist() == [11]
-    assert store.process(b, FIRST).token_ids.tolist() == [11]
-    assert store.process(a, step(2, [(0, 1, 1)])).token_ids.tolist() == [12]
-    assert store.process(b, step(2, [(0, 1, 1)])).token_ids.tolist() == [12]
+    assert process_in(store, a, FIRST).token_ids.tolist() == [11]
+    assert process_in(store, b, FIRST).token_ids.tolist() == [11]
+    assert process_in(store, a, step(2, [(0, 1, 1)])).token_ids.tolist() == [12]
+    assert process_in(store, b, step(2, [(0, 1, 1)])).token_ids.tolist() == [12]
     assert (store.num_sessions, store.num_rows) == (2, 2)
 
 
 def test_an_equal_epoch_continues_with_rows_and_results(store):
     first = store.open(opening())
-    result = store.process(first, FIRST)
+    result = process_in(store, first, FIRST)
     again = store.open(opening())
     assert (again.session_id, again.fresh, again.last_applied_step) == (first.session_id, False, 1)
-    assert store.process(again, FIRST) is result
+    assert process_in(store, again, FIRST) is result
     assert store.take_ended() == []
 
 
 def test_opening_acknowledges_what_the_router_has_seen(store):
-    store.process(store.open(opening()), FIRST)
+    process_in(store, store.open(opening()), FIRST)
     again = store.open(opening(last_seen_step=StepId(1)))
-    assert store.process(again, FIRST) == StepGap(1)
+    assert process_in(store, again, FIRST) == StepGap(1)
 
 
 @pytest.mark.parametrize("next_opening", [opening(epoch=6), opening(takeover=True)])
 def test_a_higher_epoch_or_a_takeover_starts_afresh(store, next_opening):
     first = store.open(opening())
-    store.process(first, FIRST)
+    process_in(store, first, FIRST)
     other = store.open(next_opening)
     assert other.fresh
     assert other.session_id > first.session_id
@@ -65,7 +65,7 @@ def test_a_lower_epoch_is_refused_and_disturbs_nothing(store):
     with pytest.raises(OctavoError) as caught:
         store.open(opening(epoch=4, takeover=True))
     assert (caught.value.code, caught.value.reason) == (Code.FAILED_PRECONDITION, "STALE_EPOCH")
-    assert isinstance(store.process(first, FIRST), StepResult)
+    assert isinstance(process_in(store, first, FIRST), StepResult)
 
 
 def test_an_older_connection_runs_no_more_steps(store):
@@ -73,12 +73,12 @@ def test_an_older_connection_runs_no_more_steps(store):
     old = store.open(opening())
     new = store.open(opening())
     with pytest.raises(OctavoError) as caught:
-        store.process(old, FIRST)
+        process_in(store, old, FIRST)
     assert (caught.value.code, caught.value.reason) == (Code.ABORTED, "SESSION_SUPERSEDED")
     store.disconnect(old, now_s=0)
     store.close(old)
     store.expire(now_s=1000)
-    assert isinstance(store.process(new, FIRST), StepResult)
+    assert isinstance(process_in(store, new, FIRST), StepResult)
 
 
 def test_a_session_outlives_its_connection_for_the_timeout(store):
@@ -93,7 +93,7 @@ def test_a_session_outlives_its_connection_for_the_timeout(store):
 
 def test_a_session_ends_when_its_router_stays_away(store):
     first = store.open(opening())
-    store.process(first, FIRST)
+    process_in(store, first, FIRST)
     store.disconnect(first, now_s=100)
     store.expire(now_s=130)
     assert store.take_ended() == [first.session_id]
@@ -107,7 +107,7 @@ def test_close_ends_at_once(store):
     store.close(first)
     assert store.take_ended() == [first.session_id]
     with pytest.raises(OctavoError):
-        store.process(first, FIRST)
+        process_in(store, first, FIRST)
 
 
 def test_orphans_end_though_they_are_connected(store):
@@ -115,8 +115,8 @@ def test_orphans_end_though_they_are_connected(store):
     store.end_sessions(frozenset({a.session_id, SessionId(99)}))
     assert store.take_ended() == [a.session_id]
     with pytest.raises(OctavoError):
-        store.process(a, FIRST)
-    assert isinstance(store.process(b, FIRST), StepResult)
+        process_in(store, a, FIRST)
+    assert isinstance(process_in(store, b, FIRST), StepResult)
 
 
 def test_draining_refuses_whoever_had_no_session(store):

@@ -16,7 +16,7 @@ from executor.session_host import SessionHost
 from executor.sessions import Opening, SessionStore
 from executor.slots import UNKNOWN
 from executor.step import MODEL_ERROR, RowSampling, Step, StepFailed, StepGap, StepOutcome, StepResult
-from tests.executor_cases import LIMITS, ints, row, step
+from tests.executor_cases import LIMITS, ints, process, row, step
 from tests.late_runner import LateRunner
 
 WIDE = replace(LIMITS, num_blocks=400)
@@ -120,7 +120,7 @@ def prefilled(runner: LateRunner, sampling: RowSampling | None = None) -> Sessio
     """Slot 0 knows 3 tokens, of which 2 are computed."""
     session = session_of(runner)
     start = row(0, [1, 2], [2, 3, 4, 5], sampling=sampling)
-    assert isinstance(session.process(tagged(1, [(0, 0, 2)], started_rows=(start,))), StepResult)
+    assert isinstance(process(session, tagged(1, [(0, 0, 2)], started_rows=(start,))), StepResult)
     runner.events.clear()
     return session
 
@@ -177,7 +177,7 @@ def test_a_row_that_takes_the_slot_of_one_that_may_fail_waits(sampling):
     runner = LateRunner()
     session = prefilled(runner)
     stays = row(1, [3, 4], [20, 21], sampling=sampling)
-    assert isinstance(session.process(tagged(2, [(1, 0, 1)], started_rows=(stays,))), StepResult)
+    assert isinstance(process(session, tagged(2, [(1, 0, 1)], started_rows=(stays,))), StepResult)
     begin(session, tagged(3, [(1, 1, 1)]))
     again = {"retired_slots": ints(1), "started_rows": (row(1, [50, 51], [9]),)}
     fourth = begin(session, tagged(4, [(1, 0, 2)], **again))
@@ -197,7 +197,7 @@ def test_a_step_that_fails_at_its_end_takes_those_behind_it_along():
     assert ("computed", 3) in runner.events
     assert session.finish(third) == StepGap(1)
     assert session.num_rows == 1
-    assert isinstance(session.process(tagged(2, [(0, 2, 1)])), StepResult)
+    assert isinstance(process(session, tagged(2, [(0, 2, 1)])), StepResult)
 
 
 def test_a_step_that_cannot_begin_behind_another_begins_alone():
@@ -216,7 +216,7 @@ def test_a_step_that_breaks_the_protocol_behind_another_is_refused_and_its_id_us
     outcome = session.begin(tagged(3, [(3, 0, 1)]))
     assert isinstance(outcome, StepFailed)
     assert isinstance(second.outcome, StepResult)
-    assert isinstance(session.process(tagged(3, [(0, 3, 1)])), StepResult)
+    assert isinstance(process(session, tagged(3, [(0, 3, 1)])), StepResult)
 
 
 def test_what_is_sent_twice_is_answered_by_the_step_that_was_begun():

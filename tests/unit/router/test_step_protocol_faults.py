@@ -48,6 +48,7 @@ from router.text.answer import AnswerText
 from router.text.detokenizer import Detokenizer
 from router.text.stop import StopScanner
 from router.validation import RequestLimits, validate
+from tests.executor_cases import process_in
 from tests.property.cache_service.cache_drivers import InProcessDriver, allocation
 
 B, NUM_BLOCKS = 4, 40
@@ -215,7 +216,7 @@ class World:
         if self.fault == "late":
             before = dict(self.memory.places)
             with pytest.raises(OctavoError) as refused:
-                self.store.process(old, step_of(step_message(in_flight)))
+                process_in(self.store, old, step_of(step_message(in_flight)))
             assert refused.value.reason == "SESSION_SUPERSEDED"
             assert self.memory.places == before
 
@@ -308,11 +309,11 @@ class World:
 
     def _process(self, step: Step) -> Any:
         message = step_of(step_message(step))
-        outcome = self.store.process(self.opened, message)
+        outcome = process_in(self.store, self.opened, message)
         assert isinstance(outcome, StepResult), outcome
         if self.fault == "doubled":
             computed = self.memory.num_computed
-            assert self.store.process(self.opened, message) is outcome
+            assert process_in(self.store, self.opened, message) is outcome
             assert self.memory.num_computed == computed
         return outcome_of(outcome_response(outcome))
 
