@@ -69,10 +69,10 @@ class Session:
             del self._results[old]
 
     def begin(self, step: Step) -> BegunStep | StepOutcome:
-        """Give the step to the runner, or say why not; where it is computed at once, its outcome. Never raises for what
-        a router or the model did.
+        """Give the step to the runner, or say why not; where it is computed at once, its outcome.
 
-        A step that cannot begin behind another, for whatever reason, begins anew once that one is finished.
+        Never raises for what a router or the model did. A step that cannot begin behind another, for whatever reason,
+        begins anew once that one is finished.
         """
         while len(self._begun) >= MAX_BEGUN_STEPS:
             self._finish_oldest()

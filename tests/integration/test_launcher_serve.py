@@ -82,6 +82,12 @@ class Serve:
             self.process = subprocess.Popen(self.command(), stderr=log, env=self.environment)
         self.wait_for("octavo        | ready: gRPC at")
 
+    def stop(self) -> None:
+        """By Ctrl-C, to its end; nothing where none runs."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            assert self.process.wait(120) == 0, self.log
+
     def wait_for(self, text: str, times: int = 1) -> None:
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while self.log.count(text) < times:
@@ -320,6 +326,7 @@ def test_ctrl_c_ends_everything_and_leaves_nothing(serve):
 def test_roll_outs_to_their_ends(serve, client):
     """With a spare, and without: then another executor is started beside the one that serves, and takes over."""
     for num_spares in (1, 0):
+        serve.stop()
         serve.num_spares = num_spares
         serve.start()
         whole = client.generate(PROMPT, **LONG).choices[0].token_ids
@@ -333,14 +340,13 @@ def test_roll_outs_to_their_ends(serve, client):
             assert not before & after
         assert serve.metric(serve.ports[1], "octavo_recomputed_tokens_total") == 0
         assert serve.metric(serve.ports[1], "octavo_spare_executors") == num_spares, "a place for a roll-out is none"
-        assert serve.log.count("0 tokens are computed again") == 2
-        serve.process.send_signal(signal.SIGINT)
-        assert serve.process.wait(120) == 0
+        assert serve.log.count("0 tokens are computed again") == 2, serve.log
 
 
 @pytest.mark.long
 def test_killed_launchers_leave_no_process_and_no_memory(serve):
     """Field failure 38: SIGKILL of the launcher, again and again, does not fill the shared memory."""
+    serve.stop()
     for _ in range(3):
         serve.start()
         children = [*serve.executors(), *(serve.child(module) for module in ("router", "cache_service"))]
