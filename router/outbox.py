@@ -178,6 +178,10 @@ class Outbox:
         self.fence(dict(release.free_after))
         self.on_filled()
 
+    def drop_commit(self, sequence_id: SequenceId) -> None:
+        """A cache service that was restarted did not give the sequence its blocks back: there is nothing to commit."""
+        self._commits.pop(sequence_id, None)
+
     def _whole(self, release: Release) -> Release:
         """With the commit that waits for its sequence; nothing else of the sequence waits any more."""
         self._extensions.pop(release.sequence_id, None)

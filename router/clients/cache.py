@@ -17,7 +17,7 @@ from octavo.rpc import duration_message, error_of, error_of_call, open_channel
 from octavo.tls import TlsSource
 from octavo.v1 import cache_pb2, cache_pb2_grpc
 from router.clients.lease_messages import commit_message, session_steps, tag_message
-from router.ids import BlockId, SessionKey, StepId
+from router.ids import BlockId, SequenceId, SessionKey, StepId
 from router.model import Model
 from router.outbox import (
     Allocated,
@@ -123,6 +123,7 @@ class LeaseMutations:
         self._number = lease.last_sequence_number
         self._filled = asyncio.Event()
         self.num_reconciled = 0  # times that a restarted cache service was told what is held
+        self._granted: frozenset[SequenceId] | None = None  # by the Reconcile that the message on its way waited for
         self._is_reconnected = False
         outbox.on_filled = self._filled.set
 
@@ -178,6 +179,7 @@ class LeaseMutations:
 
     async def _send(self, batch: Batch) -> None:
         acknowledged = dict(self._outbox.acknowledged)
+        self._granted = None
         self._number += 1
         header = cache_pb2.LeaseHeader(
             lease_id=self._lease.lease_id,
@@ -228,7 +230,7 @@ class LeaseMutations:
     async def _commit(self, header: cache_pb2.LeaseHeader, batch: list[Commit]) -> None:
         request = cache_pb2.CommitBlocksRequest(header=header, commits=map(commit_message, batch))
         response = await self._until_answered(self._stub.CommitBlocks, request)
-        _log_refusals("commit", batch, response.statuses)
+        self._log_refusals("commit", batch, response.statuses)
 
     async def _fork(self, header: cache_pb2.LeaseHeader, batch: list[Fork]) -> None:
         releases = [release for fork in batch for release in fork.first]
@@ -240,7 +242,7 @@ class LeaseMutations:
                 commit=commit_message(fork.commit),
             )
         response = await self._until_answered(self._stub.ForkSequences, request)
-        _log_refusals("release", releases, response.release_statuses)
+        self._log_refusals("release", releases, response.release_statuses)
         for fork, forked in zip(batch, response.forks, strict=True):
             tables = tuple(tuple(map(BlockId, table.block_ids)) for table in forked.child_tables)
             copies = zip(map(BlockId, forked.copy_sources), map(BlockId, forked.copy_targets), strict=True)
@@ -249,7 +251,19 @@ class LeaseMutations:
     async def _release(self, header: cache_pb2.LeaseHeader, batch: list[Release]) -> None:
         request = cache_pb2.ReleaseSequencesRequest(header=header, releases=map(_release_message, batch))
         response = await self._until_answered(self._stub.ReleaseSequences, request)
-        _log_refusals("release", batch, response.statuses)
+        self._log_refusals("release", batch, response.statuses)
+
+    def _log_refusals(self, what: str, batch: Sequence[Commit | Release], statuses: Any) -> None:
+        for item, status in zip(batch, statuses, strict=True):
+            error = _item_error(status)
+            if error is None:
+                continue
+            # A cache service that was restarted while this message was on its way knows what it granted then, and not
+            # what had been given up by then.
+            was_given_up = self._granted is not None and item.sequence_id not in self._granted
+            is_expected = was_given_up and error.reason == "UNKNOWN_SEQUENCE"
+            level = logging.INFO if is_expected else logging.ERROR
+            log.log(level, "the cache service refused the %s of sequence %d: %r", what, item.sequence_id, error)
 
     async def _reconcile(self) -> None:
         """Tell a cache service that was restarted what is held; then all messages go on behind this one's number.
@@ -273,10 +287,15 @@ class LeaseMutations:
         self._outbox.mark_told(acknowledged)
         self._outbox.fence(sent)
         log.warning("the cache service was restarted and was told of %d sequences", len(snapshots))
-        for snapshot, status in zip(snapshots, response.statuses, strict=True):
-            error = _item_error(status)
+        errors = {
+            snapshot.sequence_id: _item_error(status)
+            for snapshot, status in zip(snapshots, response.statuses, strict=True)
+        }
+        self._granted = frozenset(sequence_id for sequence_id, error in errors.items() if error is None)
+        for sequence_id, error in errors.items():
             if error is not None:
-                self._replies.on_disowned(snapshot.sequence_id, error)
+                self._outbox.drop_commit(sequence_id)
+                self._replies.on_disowned(sequence_id, error)
 
     def _snapshot_message(self, snapshot: Snapshot) -> cache_pb2.SequenceSnapshot:
         return cache_pb2.SequenceSnapshot(
@@ -363,13 +382,6 @@ def _release_message(release: Release) -> cache_pb2.SequenceRelease:
         commit=commit_message(release.commit) if release.commit else None,
         free_after=session_steps(dict(release.free_after)),
     )
-
-
-def _log_refusals(what: str, batch: Sequence[Commit | Release], statuses: Any) -> None:
-    for item, status in zip(batch, statuses, strict=True):
-        error = _item_error(status)
-        if error is not None:
-            log.error("the cache service refused the %s of sequence %d: %r", what, item.sequence_id, error)
 
 
 def _item_error(status: status_pb2.Status) -> OctavoError | None:
