@@ -1,4 +1,4 @@
-"""The KV arena as this process sees it: the mapping, and views of each layer's K and V.
+"""The KV arena as this process sees it: the mapping, and views of each layer's K and V, and of their scales.
 
 The cache service owns the memory and says where each tensor lies; this module only maps it and makes the views. A
 shared lock is held while the mapping lives, so that a starting cache service can tell a used arena from a leftover.
@@ -13,9 +13,17 @@ import torch
 from torch import Tensor
 
 from executor.attention import KvViews
+from executor.kv_codes import LARGEST_CODE
 from octavo.errors import Code, OctavoError
 
-KV_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int8": torch.int8,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+}
+_SCALE = torch.float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +60,8 @@ class LayerLayout:
 
     k: TensorLayout
     v: TensorLayout
+    k_scale: TensorLayout | None = None  # for codes: [kv_head, token] float32
+    v_scale: TensorLayout | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +108,9 @@ class Arena:
         self.geometry = geometry
         shape, strides = (layout.num_blocks, layout.block_bytes), (layout.block_bytes, 1)
         self.blocks = memory.as_strided(shape, strides, layout.data_offset)
-        dtype = KV_DTYPES[geometry.dtype]
-        elements = memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
         self.views = tuple(
             KvViews(
-                _view(elements, layout, where.k, layer.num_kv_heads, geometry.block_size, layer.k_head_dim),
-                _view(elements, layout, where.v, layer.num_kv_heads, geometry.block_size, layer.v_head_dim),
+                *(_view(memory, layout, geometry.block_size, tensor) for tensor in _tensors(geometry, layer, where))
             )
             for layer, where in zip(geometry.layers, layout.layers, strict=True)
         )
@@ -147,28 +154,60 @@ def map_arena(path: str, size_bytes: int, layout: ArenaLayout, geometry: KvGeome
 
 
 def private_arena(geometry: KvGeometry, num_blocks: int, device: torch.device | str = "cpu") -> Arena:
-    """An arena in this process's own memory, filled with NaN: for checks of a model, where no cache service is."""
-    item = KV_DTYPES[geometry.dtype].itemsize
-    layers, offset = [], 0
+    """An arena in this process's own memory, filled with NaN: for checks of a model, where no cache service is.
+
+    Codes are any there, and their scales NaN.
+    """
+    dtype = KV_DTYPES[geometry.dtype]
+    filler = _SCALE if dtype in LARGEST_CODE else dtype
+    layers, end = [], 0
+
+    def place(num_heads: int, head_dim: int, item: int) -> TensorLayout:
+        nonlocal end
+        token_stride = head_dim * item
+        head_stride = geometry.block_size * token_stride
+        tensor = TensorLayout(end, head_stride, token_stride, item)
+        end = -(-(end + num_heads * head_stride) // filler.itemsize) * filler.itemsize
+        return tensor
+
     for layer in geometry.layers:
-        tensors = []
-        for head_dim in (layer.k_head_dim, layer.v_head_dim):
-            token_stride = head_dim * item
-            head_stride = geometry.block_size * token_stride
-            tensors.append(TensorLayout(offset, head_stride, token_stride, item))
-            offset += layer.num_kv_heads * head_stride
+        head_dims = (layer.k_head_dim, layer.v_head_dim)
+        tensors = [place(layer.num_kv_heads, head_dim, dtype.itemsize) for head_dim in head_dims]
+        if dtype in LARGEST_CODE:
+            tensors += [place(layer.num_kv_heads, 1, _SCALE.itemsize) for _ in head_dims]
         layers.append(LayerLayout(*tensors))
-    memory = torch.full((num_blocks * offset // item,), torch.nan, dtype=KV_DTYPES[geometry.dtype], device=device)
-    return Arena(memory.view(torch.uint8), ArenaLayout(0, offset, num_blocks, tuple(layers)), geometry)
+    memory = torch.full((num_blocks * end // filler.itemsize,), torch.nan, dtype=filler, device=device)
+    return Arena(memory.view(torch.uint8), ArenaLayout(0, end, num_blocks, tuple(layers)), geometry)
 
 
-def _view(
-    elements: Tensor, layout: ArenaLayout, where: TensorLayout, num_heads: int, block_size: int, head_dim: int
-) -> Tensor:
-    """[num_blocks, num_heads, block_size, head_dim] of `elements`, the memory in the KV dtype."""
-    size = elements.element_size()
-    strides = (layout.block_bytes, where.head_stride, where.token_stride, where.element_stride)
-    shape = (layout.num_blocks, num_heads, block_size, head_dim)
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """One tensor of a layer: [num_heads, block_size, head_dim] of each block; no head_dim: its scales."""
+
+    where: TensorLayout
+    dtype: torch.dtype
+    num_heads: int
+    head_dim: int | None
+
+
+def _tensors(geometry: KvGeometry, layer: LayerGeometry, where: LayerLayout) -> list[_Tensor]:
+    """K, V, and where they are codes their scales. Raises OctavoError."""
+    dtype, heads = KV_DTYPES[geometry.dtype], layer.num_kv_heads
+    tensors = [_Tensor(where.k, dtype, heads, layer.k_head_dim), _Tensor(where.v, dtype, heads, layer.v_head_dim)]
+    scales = [scale for scale in (where.k_scale, where.v_scale) if scale is not None]
+    if len(scales) != (2 if dtype in LARGEST_CODE else 0):
+        raise _unusable(f"{len(scales)} tensors of scales in a layer of KV dtype {geometry.dtype}")
+    return tensors + [_Tensor(scale, _SCALE, heads, None) for scale in scales]
+
+
+def _view(memory: Tensor, layout: ArenaLayout, block_size: int, tensor: _Tensor) -> Tensor:
+    """[num_blocks, num_heads, block_size, head_dim], without head_dim for scales."""
+    size, where = tensor.dtype.itemsize, tensor.where
+    elements = memory[: memory.numel() // size * size].view(tensor.dtype)
+    shape = [layout.num_blocks, tensor.num_heads, block_size]
+    strides = [layout.block_bytes, where.head_stride, where.token_stride]
+    if tensor.head_dim is not None:
+        shape, strides = [*shape, tensor.head_dim], [*strides, where.element_stride]
     return elements.as_strided(
         shape, [stride // size for stride in strides], (layout.data_offset + where.offset) // size
     )
@@ -181,20 +220,21 @@ def _check_layout(size_bytes: int, layout: ArenaLayout, geometry: KvGeometry) ->
         raise _unusable(f"{len(layout.layers)} layers in the layout, {len(geometry.layers)} in the geometry")
     if layout.num_blocks < 2 or layout.data_offset + layout.num_blocks * layout.block_bytes > size_bytes:
         raise _unusable(f"{layout.num_blocks} blocks of {layout.block_bytes} bytes in {size_bytes} bytes")
-    item = KV_DTYPES[geometry.dtype].itemsize
     for layer, where in zip(geometry.layers, layout.layers, strict=True):
-        for tensor, head_dim in ((where.k, layer.k_head_dim), (where.v, layer.v_head_dim)):
-            numbers = (layout.data_offset + tensor.offset, tensor.head_stride, tensor.token_stride)
-            if any(number % item for number in (*numbers, tensor.element_stride, layout.block_bytes)):
-                raise _unusable(f"offsets and strides must be multiples of {item} bytes, the size of {geometry.dtype}")
-            last = (
-                tensor.offset
-                + (layer.num_kv_heads - 1) * tensor.head_stride
-                + (geometry.block_size - 1) * tensor.token_stride
-                + (head_dim - 1) * tensor.element_stride
-            )
-            if last + item > layout.block_bytes:
-                raise _unusable(f"a tensor ends {last + item - layout.block_bytes} bytes past its block")
+        for tensor in _tensors(geometry, layer, where):
+            _check_tensor(layout, geometry.block_size, tensor)
+
+
+def _check_tensor(layout: ArenaLayout, block_size: int, tensor: _Tensor) -> None:
+    item, where = tensor.dtype.itemsize, tensor.where
+    numbers = (layout.data_offset + where.offset, where.head_stride, where.token_stride, where.element_stride)
+    if any(number % item for number in (*numbers, layout.block_bytes)):
+        name = str(tensor.dtype).removeprefix("torch.")
+        raise _unusable(f"offsets and strides must be multiples of {item} bytes, the size of {name}")
+    last = where.offset + (tensor.num_heads - 1) * where.head_stride + (block_size - 1) * where.token_stride
+    last += ((tensor.head_dim or 1) - 1) * where.element_stride
+    if last + item > layout.block_bytes:
+        raise _unusable(f"a tensor ends {last + item - layout.block_bytes} bytes past its block")
 
 
 def _unusable(what: str) -> OctavoError:

@@ -16,10 +16,12 @@ from executor.step import Ints
 
 @dataclass(frozen=True, slots=True)
 class KvViews:
-    """One layer's K and V in the arena, any strides."""
+    """One layer's K and V in the arena, any strides; scales where they are codes (`kv_codes`)."""
 
     k: Tensor  # [num_blocks, num_kv_heads, block_size, k_head_dim]
     v: Tensor  # [num_blocks, num_kv_heads, block_size, v_head_dim]
+    k_scale: Tensor | None = None  # [num_blocks, num_kv_heads, block_size] float32
+    v_scale: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from executor.attention import KvViews, LayerAttention
 from executor.batch import AttentionBatch
+from executor.kv_codes import dequantize, quantize
 from executor.slots import ranges
 from executor.step import Ints
 
@@ -61,8 +62,8 @@ class _TorchStep:
     def attend(self, layer: LayerAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See `PreparedAttention`."""
         views = self._views[layer.layer]
-        self._write(views.k, key)
-        self._write(views.v, value)
+        self._write(views.k, views.k_scale, key)
+        self._write(views.v, views.v_scale, value)
         if layer.window not in self._pieces:
             self._pieces[layer.window] = _cut(self._batch, views.k.shape[2], layer.window)
         output = query.new_empty((*query.shape[:2], views.v.shape[3]))
@@ -70,16 +71,21 @@ class _TorchStep:
             output[pieces.tokens] = _attend_pieces(pieces, layer, query, views).to(output.dtype)
         return output
 
-    def _write(self, view: Tensor, new: Tensor) -> None:
+    def _write(self, view: Tensor, scale: Tensor | None, new: Tensor) -> None:
+        where = (self._batch.write_blocks, self._batch.write_offsets)
         by_token = view.permute(0, 2, 1, 3)  # [num_blocks, block_size, num_kv_heads, head_dim]
-        by_token[self._batch.write_blocks, self._batch.write_offsets] = new.to(view.dtype)
+        if scale is None:
+            by_token[where] = new.to(view.dtype)
+        else:
+            by_token[where], scale.permute(0, 2, 1)[where] = quantize(new, view.dtype)
 
 
 def _attend_pieces(pieces: _Pieces, layer: LayerAttention, query: Tensor, views: KvViews) -> Tensor:
     """[num_pieces * num_queries, num_heads, v_head_dim] float32"""
     num_heads, num_kv_heads = query.shape[1], views.k.shape[1]
     group = num_heads // num_kv_heads
-    keys, values = _gather(views.k, pieces), _gather(views.v, pieces)  # [num_pieces, num_kv_heads, num_keys, head_dim]
+    # [num_pieces, num_kv_heads, num_keys, head_dim]
+    keys, values = _gather(views.k, views.k_scale, pieces), _gather(views.v, views.v_scale, pieces)
     # The heads that share a KV head become one matrix: [num_pieces, num_kv_heads, group * num_queries, head_dim].
     queries = query[pieces.tokens].float().view(pieces.num_pieces, pieces.num_queries, num_kv_heads, group, -1)
     queries = queries.permute(0, 2, 3, 1, 4).reshape(pieces.num_pieces, num_kv_heads, group * pieces.num_queries, -1)
@@ -93,13 +99,16 @@ def _attend_pieces(pieces: _Pieces, layer: LayerAttention, query: Tensor, views:
     return mixed.reshape(len(pieces.tokens), num_heads, -1)
 
 
-def _gather(view: Tensor, pieces: _Pieces) -> Tensor:
+def _gather(view: Tensor, scale: Tensor | None, pieces: _Pieces) -> Tensor:
     """[num_pieces, num_kv_heads, num_keys, head_dim] float32, with zeros for what no piece may see.
 
     Unwritten positions may hold anything, NaN too, and 0 * NaN is NaN: masking the scores alone would not do.
     """
     num_kv_heads, block_size, head_dim = view.shape[1:]
-    blocks = view.index_select(0, pieces.blocks).view(pieces.num_pieces, -1, num_kv_heads, block_size, head_dim)
+    blocks = view.index_select(0, pieces.blocks)
+    if scale is not None:
+        blocks = dequantize(blocks, scale.index_select(0, pieces.blocks))
+    blocks = blocks.view(pieces.num_pieces, -1, num_kv_heads, block_size, head_dim)
     by_head = blocks.permute(2, 0, 1, 3, 4).reshape(num_kv_heads, -1, head_dim).float()
     by_head.index_fill_(1, pieces.unwritten, 0)
     return by_head.view(num_kv_heads, pieces.num_pieces, -1, head_dim).transpose(0, 1)

@@ -16,6 +16,7 @@ from executor.step import Ints
 from kernels.block_copy import block_copy
 from kernels.interpreter import prepare_interpreter
 from kernels.kv_write import kv_write
+from kernels.kv_write_quantized import kv_write_quantized
 from kernels.numeric import INTERPRETED
 from kernels.paged_attention import paged_attention
 from octavo.errors import Code, OctavoError
@@ -72,16 +73,22 @@ class TritonStep:
         self._views = views
 
     def attend(self, layer: LayerAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """See `PreparedAttention`. Computed in the KV's number format, to which a query of another is rounded."""
+        """See `PreparedAttention`.
+
+        Computed in the KV's number format, to which a query of another is rounded; where KV is codes, in the query's.
+        """
         views, rows = self._views[layer.layer], self._rows
-        output = query.new_empty((*query.shape[:2], views.v.shape[3]), dtype=views.k.dtype)
+        dtype = views.k.dtype if views.k_scale is None else query.dtype
+        output = query.new_empty((*query.shape[:2], views.v.shape[3]), dtype=dtype)
         try:
-            kv_write(key, value, views.k, views.v, rows.slots)
+            _write(key, value, views, rows.slots)
             paged_attention(
                 output,
-                query=query.to(views.k.dtype),
+                query=query.to(dtype),
                 k_cache=views.k,
                 v_cache=views.v,
+                k_scale=views.k_scale,
+                v_scale=views.v_scale,
                 block_tables=rows.tables,
                 query_start=rows.query_start,
                 kv_lens=rows.kv_lens,
@@ -98,3 +105,10 @@ class TritonStep:
                 f"the Triton kernels do not take attention layer {layer.layer}: {error}; use attention=torch",
             ) from error
         return output.to(query.dtype)
+
+
+def _write(key: Tensor, value: Tensor, views: KvViews, slots: Tensor) -> None:
+    if views.k_scale is None or views.v_scale is None:
+        kv_write(key, value, views.k, views.v, slots)
+    else:
+        kv_write_quantized(key, value, views.k, views.v, views.k_scale, views.v_scale, slots)

@@ -5,9 +5,12 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Weights = Literal["fp32", "bf16", "fp16", "int8"]
-KvDtype = Literal["auto", "float32", "bfloat16", "float16"]
+KvDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn"]
 Attention = Literal["auto", "cpu", "torch", "triton", "triton-interpret"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+
+# KV formats that not every back end has, and who has them.
+_ATTENTIONS_OF = {"int8": ("torch", "triton", "triton-interpret"), "float8_e4m3fn": ("triton", "triton-interpret")}
 
 
 class ExecutorConfig(BaseModel):
@@ -74,7 +77,9 @@ class ExecutorConfig(BaseModel):
 
     block_size: int = Field(16, ge=1, le=1024, description="tokens per KV block")
     kv_dtype: KvDtype = Field(
-        "auto", description="number format of the KV blocks; auto: that of the weights, with int8 bfloat16"
+        "auto",
+        description="number format of the KV blocks; auto: that of the weights, with int8 bfloat16; int8 and "
+        "float8_e4m3fn, the latter for attention triton alone, have a scale per token and head",
     )
     kv_memory_mib: int = Field(512, ge=1, description="MiB of KV blocks to ask the cache service for")
     max_context_tokens: int = Field(0, ge=0, description="longest sequence in tokens; 0: as long as the model allows")
@@ -99,5 +104,18 @@ class ExecutorConfig(BaseModel):
             raise ValueError(
                 f"weights int8 cannot be had with {wrong} {getattr(self, wrong)}: it needs device cpu, attention cpu "
                 f"or auto, and rewrite_model; choose those, or weights fp32, bf16 or fp16"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _kv_dtype_can_be_had(self) -> "ExecutorConfig":
+        attention = self.attention
+        if attention == "auto":
+            attention = "cpu" if self.device == "cpu" else "triton"
+        takers = _ATTENTIONS_OF.get(self.kv_dtype, (attention,))
+        if attention not in takers:
+            raise ValueError(
+                f"kv_dtype {self.kv_dtype} cannot be had with attention {self.attention} on device {self.device}: it "
+                f"needs attention {' or '.join(takers)}; choose that, or another kv_dtype"
             )
         return self

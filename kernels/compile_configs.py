@@ -13,6 +13,7 @@ from kernels.block_copy import block_copy_launches
 from kernels.device import A100, B200, H100, MI300X, DeviceProperties
 from kernels.gated_activation import gated_activation_launch
 from kernels.kv_write import PlainKVWrite
+from kernels.kv_write_quantized import kv_write_quantized_launch
 from kernels.launch import Launch
 from kernels.paged_attention import PagedAttention
 from kernels.rms_norm import add_rms_norm_launch, rms_norm_launch
@@ -83,12 +84,17 @@ def attention(
     return Configuration(name, launches)
 
 
-def plain_kv_write(name: str, dtype: torch.dtype, heads: int, head_dim: int, num_tokens: int) -> Configuration:
-    cache = meta(NUM_BLOCKS, 64, heads, 16, head_dim, dtype=dtype)[:, 0]
+def plain_kv_write(
+    name: str, dtype: torch.dtype, heads: int, head_dim: int, num_tokens: int, kv_dtype: torch.dtype | None = None
+) -> Configuration:
+    cache = meta(NUM_BLOCKS, 64, heads, 16, head_dim, dtype=kv_dtype or dtype)[:, 0]
     by_head = meta(heads, num_tokens, head_dim, dtype=dtype)  # as modeling code leaves keys and values
     new = by_head.transpose(0, 1)
     write = PlainKVWrite(new, new, cache, cache, meta(num_tokens, dtype=torch.int64))
-    return Configuration(name, lambda device: [write.launch()])
+    if kv_dtype is None:
+        return Configuration(name, lambda device: [write.launch()])
+    scale = meta(NUM_BLOCKS, heads, 16, dtype=torch.float32)
+    return Configuration(name, lambda device: [kv_write_quantized_launch(write, scale, scale)])
 
 
 def kv_write(
@@ -180,6 +186,8 @@ CONFIGURATIONS = [
     kv_write("kv-write-fp8", kv_dtype=FP8),
     kv_write("kv-write-int8", kv_dtype=INT8, head_dim=192, v_head_dim=128, heads=(16, 16)),
     plain_kv_write("kv-write-plain", BF16, heads=8, head_dim=128, num_tokens=2048),
+    plain_kv_write("kv-write-plain-fp8", BF16, heads=8, head_dim=128, num_tokens=2048, kv_dtype=FP8),
+    plain_kv_write("kv-write-plain-int8", BF16, heads=8, head_dim=128, num_tokens=2048, kv_dtype=INT8),
     copies("block-copy"),
     norm("norm-576", 576, BF16),
     norm("norm-4096", 4096, BF16),

@@ -3,10 +3,11 @@
 Grid: (num_tokens, 2). Program (t, 0) writes all key heads of token t, program (t, 1) its values, at slot = block *
 block_size + offset. A token with slot -1 writes nowhere; padding may also be sent to a slot of block 0, which nobody
 reads. Each element is read once and written once, rounded once where the cache has another dtype. With the rotary
-embedding in the same pass, and into int8 and fp8 caches, see `rotary_kv_write` and `rotary_kv_write_quantized`.
+embedding in the same pass see `rotary_kv_write`, into int8 and fp8 caches `kv_write_quantized`.
 """
 
 # ruff: noqa: N803
+from collections.abc import Container
 from dataclasses import dataclass
 
 import torch
@@ -78,7 +79,7 @@ class PlainKVWrite:
     v_cache: torch.Tensor
     slots: torch.Tensor
 
-    def check(self) -> None:
+    def check(self, cache_dtypes: Container[torch.dtype] = kv_format.DENSE_DTYPES) -> None:
         """ValueError or TypeError that names the argument, before anything is launched."""
         num_tokens, num_kv_heads, _ = self.key.shape
         if self.value.shape[:2] != (num_tokens, num_kv_heads):
@@ -90,14 +91,19 @@ class PlainKVWrite:
             cache = getattr(self, name)
             if cache.shape != (num_blocks, num_kv_heads, block_size, new.shape[2]):
                 raise ValueError(f"{name} {tuple(cache.shape)} does not fit {num_kv_heads} heads of {new.shape[2]}")
-            if cache.dtype not in kv_format.DENSE_DTYPES or new.dtype not in kv_format.DENSE_DTYPES:
-                raise TypeError(f"{name} of {cache.dtype} and values of {new.dtype}: float16, bfloat16 or float32 each")
+            if new.dtype not in kv_format.DENSE_DTYPES:
+                raise TypeError(f"values of {new.dtype} for {name}: float16, bfloat16 or float32")
+            if cache.dtype not in cache_dtypes:
+                raise TypeError(
+                    f"{name} of {cache.dtype}: kv_write takes float16, bfloat16 and float32, kv_write_quantized "
+                    f"int8 and float8_e4m3fn"
+                )
 
-    def launch(self) -> Launch:
-        self.check()
-        num_tokens, num_kv_heads, head_dim = self.key.shape
+    def args(self) -> dict[str, object]:
+        """Of the kernel, as far as both kernels have them."""
+        _, num_kv_heads, head_dim = self.key.shape
         v_head_dim = self.value.shape[2]
-        args = {
+        return {
             "key": view.heads(self.key),
             "value": view.heads(self.value),
             "k_cache": view.blocks(self.k_cache),
@@ -111,7 +117,10 @@ class PlainKVWrite:
             "BLOCK_D": next_power_of_2(head_dim),
             "BLOCK_DV": next_power_of_2(v_head_dim),
         }
-        return Launch(kv_write_kernel, (num_tokens, 2), args, num_warps=4, num_stages=1)
+
+    def launch(self) -> Launch:
+        self.check()
+        return Launch(kv_write_kernel, (self.key.shape[0], 2), self.args(), num_warps=4, num_stages=1)
 
 
 def kv_write(

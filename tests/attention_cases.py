@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor.arena import Arena, KvGeometry, LayerGeometry, private_arena
+from executor.arena import KV_DTYPES, Arena, KvGeometry, LayerGeometry, private_arena
 from executor.attention import AttentionBackend, LayerAttention
 from executor.batch import AttentionBatch
+from executor.kv_codes import dequantize, quantize
 
 BLOCK = 4
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 2)
@@ -75,7 +76,11 @@ def attend(
     for row, table in zip(rows, tables, strict=True):
         for position in range(row.length - row.num_new):
             block, offset = table[position // BLOCK], position % BLOCK
-            views.k[block, :, offset], views.v[block, :, offset] = row.k[position].float(), row.v[position].float()
+            for view, scale, heads in ((views.k, views.k_scale, row.k), (views.v, views.v_scale, row.v)):
+                if scale is None:
+                    view[block, :, offset] = heads[position].float()
+                else:
+                    view[block, :, offset], scale[block, :, offset] = quantize(heads[position], view.dtype)
     new = [range(row.length - row.num_new, row.length) for row in rows]
     width = max(map(len, tables))
     batch = AttentionBatch(
@@ -92,19 +97,31 @@ def attend(
     return backend.prepare(batch, arena.views).attend(layer, *(part.float() for part in parts))
 
 
+def as_stored(rows: list[Row], dtype: str) -> list[Row]:
+    """The rows with K and V as a block of `dtype` has them: what a back end is to attend to."""
+
+    def stored(heads: Tensor) -> Tensor:
+        if dtype in ("int8", "float8_e4m3fn"):
+            return dequantize(*quantize(heads, KV_DTYPES[dtype])).double()
+        return heads.to(KV_DTYPES[dtype]).double()
+
+    return [Row(stored(row.k), stored(row.v), row.query) for row in rows]
+
+
 def check(
     backend: AttentionBackend,
     shapes: list[tuple[int, int]],
     heads: tuple[int, int] = (4, 2),
     dims: tuple[int, int] = (16, 16),
     arena: Arena | None = None,
+    dtype: str = "float32",
     **layer: Any,
 ) -> None:
     """shapes: (length, num_new) of each row; layer: fields of `LayerAttention`."""
     rows = make_rows(shapes, heads, dims)
     if arena is None:
-        arena = private_arena(KvGeometry(BLOCK, "float32", (LayerGeometry(heads[1], *dims),)), 2000)
+        arena = private_arena(KvGeometry(BLOCK, dtype, (LayerGeometry(heads[1], *dims),)), 2000)
     attention = LayerAttention(0, **({"scale": dims[0] ** -0.5} | layer))
     output = attend(backend, rows, arena, attention, np.random.default_rng(1))
-    expected = torch.cat([reference(row, attention) for row in rows])
+    expected = torch.cat([reference(row, attention) for row in as_stored(rows, arena.geometry.dtype)])
     torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-5)

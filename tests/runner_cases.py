@@ -27,9 +27,9 @@ SAMPLINGS = (
 )
 
 
-def make_arena(model: CausalModel, device: torch.device | str = "cpu") -> Arena:
+def make_arena(model: CausalModel, device: torch.device | str = "cpu", dtype: str = "float32") -> Arena:
     """Blocks full of NaN."""
-    return private_arena(KvGeometry(BLOCK, "float32", model.layers), LIMITS.num_blocks, device)
+    return private_arena(KvGeometry(BLOCK, dtype, model.layers), LIMITS.num_blocks, device)
 
 
 def session_of(runner: Runner) -> Session:

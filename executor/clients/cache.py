@@ -164,7 +164,6 @@ def _grant_of(response: cache_pb2.RegisterExecutorResponse) -> ArenaGrant:
             Code.FAILED_PRECONDITION, "ARENA_UNUSABLE", "the arena is of a kind of memory that is not known here"
         )
     cuda = arena.cuda
-    layers = tuple(LayerLayout(_tensor_of(layer.k), _tensor_of(layer.v)) for layer in arena.layout.layers)
     geometry = KvGeometry(
         arena.geometry.block_size,
         arena.geometry.dtype,
@@ -174,10 +173,23 @@ def _grant_of(response: cache_pb2.RegisterExecutorResponse) -> ArenaGrant:
         executor_epoch=response.executor_epoch,
         path=arena.posix.path,
         size_bytes=cuda.size_bytes if kind == "cuda" else arena.posix.size_bytes,
-        layout=ArenaLayout(arena.layout.data_offset, arena.layout.block_bytes, arena.num_blocks, layers),
+        layout=_layout_of(arena),
         geometry=geometry,
         cuda=CudaMemory(cuda.socket, cuda.memory_id, cuda.size_bytes, cuda.device_uuid) if kind == "cuda" else None,
     )
+
+
+def _layout_of(arena: cache_pb2.Arena) -> ArenaLayout:
+    layers = tuple(
+        LayerLayout(
+            _tensor_of(layer.k),
+            _tensor_of(layer.v),
+            _tensor_of(layer.k_scale) if layer.HasField("k_scale") else None,
+            _tensor_of(layer.v_scale) if layer.HasField("v_scale") else None,
+        )
+        for layer in arena.layout.layers
+    )
+    return ArenaLayout(arena.layout.data_offset, arena.layout.block_bytes, arena.num_blocks, layers)
 
 
 def _tensor_of(message: cache_pb2.TensorLayout) -> TensorLayout:

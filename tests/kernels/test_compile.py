@@ -65,6 +65,7 @@ def test_configurations_are_few_named_once_and_cover_every_kernel():
         "split_attention_kernel",
         "reduce_splits_kernel",
         "kv_write_kernel",
+        "kv_write_quantized_kernel",
         "rotary_kv_write_kernel",
         "rotary_kv_write_quantized_kernel",
         "block_copy_kernel",

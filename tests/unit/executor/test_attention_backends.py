@@ -10,7 +10,8 @@ from torch import Tensor
 from executor.arena import KvGeometry, LayerGeometry, private_arena
 from executor.attention import AttentionBackend, KvViews, LayerAttention
 from executor.attention_choice import DEVICES_OF, choose_attention
-from tests.attention_cases import BLOCK, LENGTHS, attend, check, make_rows, reference
+from executor.kv_codes import quantize
+from tests.attention_cases import BLOCK, LENGTHS, as_stored, attend, check, make_rows, reference
 from tests.executor_cases import ints
 
 ON_CPU = [name for name, devices in DEVICES_OF.items() if "cpu" in devices]
@@ -105,6 +106,76 @@ def test_half_kv_costs_its_rounding_only(backend, dtype):
     output = attend(backend, rows, arena, layer, np.random.default_rng(1))
     expected = torch.cat([reference(row, layer) for row in rows])
     torch.testing.assert_close(output.double(), expected, rtol=0.03, atol=0.03)
+
+
+@pytest.fixture(scope="module", params=["torch", "triton-interpret"])
+def coder(request) -> AttentionBackend:
+    """A back end that takes KV in int8."""
+    return choose_attention(request.param, "cpu")
+
+
+def test_int8_kv_is_attended_as_it_is_stored(coder):
+    """Every kind of row, window and head size, against float64 over the numbers that codes and scales say."""
+    check(coder, [(length, 1) for length in LENGTHS], dtype="int8")
+    check(coder, [(9, 1), (9, 3), (20, 7), (5, 5)], heads=(9, 3), dtype="int8")
+    check(coder, [(14, 6), (40, 1)], dims=(24, 40), dtype="int8", window=6, softcap=1.5)
+
+
+def test_int8_kv_in_any_layout_of_a_block(coder):
+    num_blocks, num_kv_heads, head_dim = 60, 2, 16
+
+    def view() -> Tensor:
+        storage = torch.full((num_blocks, head_dim, BLOCK, 3, num_kv_heads), 99, dtype=torch.int8)
+        return storage[:, :, :, 1].permute(0, 3, 2, 1)
+
+    def scale() -> Tensor:
+        return torch.full((BLOCK, num_blocks, 3, num_kv_heads), torch.nan)[:, :, 1].permute(1, 2, 0)
+
+    arena = private_arena(KvGeometry(BLOCK, "int8", (LayerGeometry(num_kv_heads, head_dim, head_dim),)), num_blocks)
+    arena.views = (KvViews(view(), view(), scale(), scale()),)
+    check(coder, [(7, 1), (14, 6), (5, 5)], arena=arena)
+
+
+def test_every_back_end_writes_the_same_codes_and_scales(coder):
+    """Those of `kv_codes`, bit by bit, for heads of every size of number; nothing else of a block is touched."""
+    length, dims = 16, (24, 16)
+    (row,) = make_rows([(length, length)], (2, 2), dims)
+    row.k *= torch.logspace(-30, 30, length, dtype=torch.float64)[:, None, None]
+    row.k[3], row.v[5, 1] = 0, torch.full((16,), -2.5)
+    arena = private_arena(KvGeometry(BLOCK, "int8", (LayerGeometry(2, *dims),)), 20)
+    (views,), before = arena.views, arena.blocks.clone()
+    attend(coder, [row], arena, LayerAttention(0, scale=0.25), np.random.default_rng(1))
+    (blocks,) = (~views.k_scale.isnan()).all(dim=(1, 2)).nonzero(as_tuple=True)
+    assert len(blocks) == length // BLOCK
+    found = {}
+    for block in blocks.tolist():
+        for offset in range(BLOCK):
+            found[views.v_scale[block, 0, offset].item()] = (block, offset)
+    for position in range(length):
+        k_codes, k_scale = quantize(row.k[position], torch.int8)
+        v_codes, v_scale = quantize(row.v[position], torch.int8)
+        where = found[v_scale[0].item()]
+        block, offset = where
+        assert torch.equal(views.k[block, :, offset], k_codes)
+        assert torch.equal(views.v[block, :, offset], v_codes)
+        assert torch.equal(views.k_scale[block, :, offset], k_scale)
+        assert torch.equal(views.v_scale[block, :, offset], v_scale)
+    others = [block for block in range(20) if block not in blocks.tolist()]
+    assert torch.equal(arena.blocks[others], before[others])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_broken_head_breaks_its_row_and_no_other(coder, bad):
+    """Field failure 20: codes have no NaN, so the scale says it, and whoever reads the head sees it."""
+    rows = make_rows([(9, 1), (6, 3), (14, 1)], (4, 2), (16, 16))
+    rows[1].k[4, 1, 3], rows[1].v[4, 0, 2] = bad, bad  # of the second row's second new token: of its three
+    arena = private_arena(KvGeometry(BLOCK, "int8", (LayerGeometry(2, 16, 16),)), 30)
+    layer = LayerAttention(0, scale=0.25)
+    output = attend(coder, rows, arena, layer, np.random.default_rng(1))
+    assert output[[2, 3]].isnan().any(dim=-1).all(), "a head's queries after it did not notice"
+    sound = as_stored([rows[0], rows[2]], "int8")
+    expected = torch.cat([reference(row, layer) for row in sound])
+    torch.testing.assert_close(output[[0, 4]].double(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

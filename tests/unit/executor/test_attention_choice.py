@@ -63,6 +63,27 @@ def test_int8_is_refused_beside_what_never_gives_it(options):
     assert ExecutorConfig(weights="int8").weights == "int8"
 
 
+@pytest.mark.parametrize(
+    ("options", "takers"),
+    [
+        ({"kv_dtype": "float8_e4m3fn"}, "triton or triton-interpret"),
+        ({"kv_dtype": "float8_e4m3fn", "attention": "torch"}, "triton or triton-interpret"),
+        ({"kv_dtype": "int8"}, "torch or triton or triton-interpret"),
+    ],
+)
+def test_kv_formats_that_a_back_end_lacks_are_refused_with_those_that_have_them(options, takers):
+    attention = options.get("attention", "auto")
+    said = f"kv_dtype {options['kv_dtype']} cannot be had with attention {attention} on device cpu: it needs attention "
+    with pytest.raises(ValidationError, match=f"{said}{takers};"):
+        ExecutorConfig(**options)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+def test_a_device_takes_kv_of_codes(kv_dtype):
+    assert ExecutorConfig(kv_dtype=kv_dtype, device="cuda:0").kv_dtype == kv_dtype
+    assert ExecutorConfig(kv_dtype=kv_dtype, attention="triton-interpret").kv_dtype == kv_dtype
+
+
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
     return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)

@@ -8,7 +8,7 @@ from executor.arena import KvGeometry, LayerGeometry, private_arena
 from executor.attention import LayerAttention
 from executor.attention_triton import TritonAttention
 from octavo.errors import Code, OctavoError
-from tests.attention_cases import BLOCK, attend, make_rows
+from tests.attention_cases import BLOCK, attend, check, make_rows
 
 
 def run(shapes: list[tuple[int, int]], heads: tuple[int, int] = (4, 2), head_dim: int = 16) -> None:
@@ -41,3 +41,7 @@ def test_kernels_learn_the_bounds_of_the_batch_and_no_more(monkeypatch):
     monkeypatch.setattr(attention_triton, "paged_attention", watched)
     run([(9, 1), (14, 6), (5, 5)])
     assert (seen["max_query_len"], seen["max_kv_len"]) == (6, 14)
+
+
+def test_fp8_kv_is_attended_as_it_is_stored():
+    check(TritonAttention("triton-interpret"), [(9, 1), (14, 6), (5, 5)], dims=(24, 40), dtype="float8_e4m3fn")

@@ -112,6 +112,18 @@ def test_tokens_stay_on_the_device_between_steps(model):
     assert LateDownload.events == ["launched", "launched", "waited", "launched", "waited", "waited"]
 
 
+def test_graphs_read_and_write_the_scales_of_int8_blocks(model):
+    arenas = [make_arena(model, dtype="int8") for _ in range(2)]
+    expected = process_ahead(session_of(Runner(model, arenas[0], TorchAttention())), AHEAD)
+    capture = Recorded()
+    assert_same(process_ahead(session_of(cuda_runner(model, arenas[1], capture, max_rows=2)), AHEAD), expected)
+    assert capture.num_replays == 1
+    for plain, view in zip(*(arena.views for arena in arenas), strict=True):
+        found, right = (each.v_scale[[1, 2, 5, 6]] for each in (view, plain))
+        torch.testing.assert_close(found, right, equal_nan=True, rtol=1e-4, atol=0)
+        assert not right.isnan().all()
+
+
 def test_an_error_of_the_device_is_that_of_the_step_it_was_launched_for(model, monkeypatch):
     class Broken(LateDownload):
         def wait(self) -> list[Tensor]:

@@ -31,6 +31,21 @@ LAYOUT = ArenaLayout(
     ),
 )
 SIZE = 64 + 5 * 1024
+# Scales by token and then by head, those of V first.
+CODED_GEOMETRY = KvGeometry(4, "int8", GEOMETRY.layers[:1])
+CODED = ArenaLayout(
+    data_offset=64,
+    block_bytes=1024,
+    num_blocks=5,
+    layers=(
+        LayerLayout(
+            k=TensorLayout(0, 8, 16, 1),
+            v=TensorLayout(64, 6, 12, 1),
+            k_scale=TensorLayout(128, 4, 8, 4),
+            v_scale=TensorLayout(112, 24, 4, 4),
+        ),
+    ),
+)
 
 
 @pytest.fixture
@@ -51,6 +66,20 @@ def test_views_lie_where_the_layout_says(path):
     assert data[(64 + 3 * 1024 + 192 + 32 + 2 * 64 + 5 * 4) // 4] == 7.0
     assert data[(64 + 4 * 1024 + 768 + 3 * 32 + 7 * 4) // 4] == 9.0
     assert data.count_nonzero() == 2
+
+
+def test_codes_and_scales_lie_where_the_layout_says(path):
+    (views,) = map_arena(path, SIZE, CODED, CODED_GEOMETRY).views
+    assert [tuple(view.shape) for view in (views.k, views.v, views.k_scale, views.v_scale)] == [
+        (5, 2, 4, 8), (5, 2, 4, 6), (5, 2, 4), (5, 2, 4),
+    ]  # fmt: skip
+    views.v[3, 1, 2, 5] = -7
+    views.k_scale[3, 1, 2], views.v_scale[4, 1, 3] = 0.5, 2.0
+    data = bytearray(Path(path).read_bytes())
+    assert data[64 + 3 * 1024 + 64 + 6 + 2 * 12 + 5] == 256 - 7
+    floats = torch.frombuffer(data, dtype=torch.float32)
+    assert floats[(64 + 3 * 1024 + 128 + 4 + 2 * 8) // 4] == 0.5
+    assert floats[(64 + 4 * 1024 + 112 + 24 + 3 * 4) // 4] == 2.0
 
 
 def test_two_mappings_share_memory(path):
@@ -100,7 +129,11 @@ def test_a_file_that_is_being_made_or_reclaimed_is_refused(path):
         (ArenaLayout(64, 1024, 5, LAYOUT.layers[:1]), GEOMETRY, "1 layers in the layout, 2"),
         (ArenaLayout(62, 1024, 5, LAYOUT.layers), GEOMETRY, "multiples of 4"),
         (ArenaLayout(64, 1020, 5, LAYOUT.layers[:1]), KvGeometry(64, "float32", GEOMETRY.layers[:1]), "past its block"),
-        (LAYOUT, KvGeometry(4, "int8", GEOMETRY.layers), "KV dtype int8"),
+        (LAYOUT, KvGeometry(4, "float64", GEOMETRY.layers), "KV dtype float64; this executor takes float32"),
+        (LAYOUT, KvGeometry(4, "int8", GEOMETRY.layers), "0 tensors of scales in a layer of KV dtype int8"),
+        (CODED, KvGeometry(4, "float32", GEOMETRY.layers[:1]), "2 tensors of scales in a layer of KV dtype float32"),
+        (ArenaLayout(62, 1024, 5, CODED.layers), CODED_GEOMETRY, "multiples of 4 bytes, the size of float32"),
+        (ArenaLayout(64, 156, 5, CODED.layers), CODED_GEOMETRY, "a tensor ends 4 bytes past its block"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused(layout, geometry, text):
@@ -114,6 +147,17 @@ def test_a_private_arena_is_full_of_nan():
     arena.views[0].v[1] = 1
     assert arena.views[0].k.isnan().all()
     assert arena.views[1].k.isnan().all()
+
+
+def test_the_scales_of_a_private_arena_are_nan():
+    """Of codes nothing is NaN: what was never written must be seen by its scale."""
+    geometry = KvGeometry(3, "int8", (LayerGeometry(1, 5, 7), LayerGeometry(1, 3, 2)))
+    arena = private_arena(geometry, 3)
+    assert all(scale.isnan().all() for layer in arena.views for scale in (layer.k_scale, layer.v_scale))
+    for number, layer in enumerate(arena.views):
+        for view in (layer.k, layer.v, layer.k_scale, layer.v_scale):
+            view.fill_(number)
+    assert all(view.eq(0).all() for view in (arena.views[0].k, arena.views[0].v, arena.views[0].v_scale))
 
 
 def test_a_pool_of_more_than_two_to_the_31_elements(tmp_path):
