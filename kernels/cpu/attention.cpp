@@ -1,11 +1,13 @@
 // Paged attention: softmax(q K^T) V over the blocks of a table, each read where it lies.
 //
-//   tile        up to kTileRows / group queries of one row, all heads that share a KV head: they share each load
-//   step        kStep keys inside one block: scores of the whole tile, then one turn of the online softmax
+//   tile        up to kTileRows / group queries of one row
+//   unit        a tile, some KV heads, and a partition or all of them: what one thread takes
+//   step        kStep keys inside one block: scores of the tile, then one turn of the online softmax, head by head, so
+//               that a block is read from its beginning to its end
 //   partition   kPartition positions: a softmax of its own, merged in order of position
 //
 // Steps and partitions begin at fixed positions of the sequence, so that a query's arithmetic is the same whatever
-// stands around it. A unit of work is a tile's partition where there are few tiles, else the whole tile.
+// stands around it. Partitions are units of their own where there are few tiles.
 // Online softmax: Milakov and Gimelshein 2018 (arXiv:1805.02867); split KV: Dao et al., Flash-Decoding (2023).
 #include "attention.h"
 
@@ -13,24 +15,19 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <limits>
 #include <new>
 #include <vector>
 
+#include "attention_step.h"
+#include "kv_lines.h"
 #include "simd.h"
 
 namespace octavo {
 namespace {
 
-constexpr int64_t kStep = 16;
 constexpr int64_t kTileRows = 32;
 constexpr int64_t kPartition = 512;
-constexpr float kNone = -std::numeric_limits<float>::infinity();
-
-// kStep keys or values of one head as floats, wherever and however they are stored.
-struct Lines {
-  const float* line[kStep];
-};
+constexpr int64_t kUnitsPerThread = 4;  // at least, where there is so much to do
 
 float* allocate(int64_t floats) {
   int64_t bytes = (floats * 4 + 63) / 64 * 64;
@@ -39,114 +36,21 @@ float* allocate(int64_t floats) {
   return static_cast<float*>(memory);
 }
 
-bool readable_in_place(const KvPlane& plane) {
-  return plane.format == kFloat32 && plane.element_stride == 4 && plane.head_dim % kLanes == 0;
+// Calls with the format, or the length of a run, as a constant.
+template <typename Do>
+inline void with_format(int32_t format, Do&& run) {
+  if (format == kFloat32) return run(std::integral_constant<int32_t, kFloat32>{});
+  if (format == kBfloat16) return run(std::integral_constant<int32_t, kBfloat16>{});
+  run(std::integral_constant<int32_t, kFloat16>{});
 }
 
-void convert_line(const KvPlane& plane, const char* from, float* to) {
-  int64_t done = 0;
-  if (plane.element_stride == format_bytes(plane.format)) {
-    if (plane.format == kBfloat16) {
-      for (; done + kLanes <= plane.head_dim; done += kLanes) store(to + done, load_bfloat16(from + done * 2));
-    } else if (plane.format == kFloat16) {
-      for (; done + kLanes <= plane.head_dim; done += kLanes) store(to + done, load_float16(from + done * 2));
-    }
-  }
-  for (; done < plane.head_dim; ++done) to[done] = widen(from + done * plane.element_stride, plane.format);
-  for (int64_t end = padded(plane.head_dim); done < end; ++done) to[done] = 0;
-}
-
-// Lines behind `count` repeat the last one: they are computed with, and never used.
-Lines read_lines(const KvPlane& plane, int64_t block, int64_t head, int64_t first, int64_t count, float* scratch) {
-  const char* base = plane.data + block * plane.block_stride + head * plane.head_stride;
-  bool in_place = readable_in_place(plane);
-  int64_t width = padded(plane.head_dim);
-  Lines lines;
-  for (int64_t i = 0; i < kStep; ++i) {
-    if (i >= count) {
-      lines.line[i] = lines.line[count - 1];
-      continue;
-    }
-    const char* from = base + (first + i) * plane.token_stride;
-    if (in_place) {
-      lines.line[i] = reinterpret_cast<const float*>(from);
-    } else {
-      convert_line(plane, from, scratch + i * width);
-      lines.line[i] = scratch + i * width;
-    }
-  }
-  return lines;
-}
-
-void prefetch_lines(const KvPlane& plane, int64_t block, int64_t head, int64_t first, int64_t count) {
-  if (plane.element_stride != format_bytes(plane.format)) return;
-  const char* base = plane.data + block * plane.block_stride + head * plane.head_stride;
-  int64_t bytes = plane.head_dim * plane.element_stride;
-  for (int64_t i = first; i < first + count; ++i) {
-    const char* from = base + i * plane.token_stride;
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at);
-  }
-}
-
-// scores[i] = query . line i
-inline void score(const float* query, const Lines& lines, int64_t width, float* scores) {
-  for (int64_t begin = 0; begin < kStep; begin += kLanes) {
-    Floats sums[kLanes] = {};
-    for (int64_t at = 0; at < width; at += kLanes) {
-      Floats part = load(query + at);
-#pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) sums[i] += part * load(lines.line[begin + i] + at);
-    }
-    store(scores + begin, sum_each(sums));
-  }
-}
-
-// mixed = mixed * keep + sum over [first, last) of weights[i] * line i
-template <int kVectors>
-inline void mix(float* mixed, float keep, const float* weights, const Lines& lines, int64_t first, int64_t last,
-                int64_t at) {
-  Floats sums[kVectors];
-#pragma GCC unroll 8
-  for (int i = 0; i < kVectors; ++i) sums[i] = load(mixed + at + i * kLanes) * keep;
-  for (int64_t key = first; key < last; ++key) {
-    Floats weight = broadcast(weights[key]);
-    const float* line = lines.line[key] + at;
-#pragma GCC unroll 8
-    for (int i = 0; i < kVectors; ++i) sums[i] += weight * load(line + i * kLanes);
-  }
-#pragma GCC unroll 8
-  for (int i = 0; i < kVectors; ++i) store(mixed + at + i * kLanes, sums[i]);
-}
-
-inline void mix_all(float* mixed, float keep, const float* weights, const Lines& lines, int64_t first, int64_t last,
-                    int64_t width) {
-  int64_t at = 0;
-  for (; at + 8 * kLanes <= width; at += 8 * kLanes) mix<8>(mixed, keep, weights, lines, first, last, at);
-  for (; at + 4 * kLanes <= width; at += 4 * kLanes) mix<4>(mixed, keep, weights, lines, first, last, at);
-  for (; at < width; at += kLanes) mix<1>(mixed, keep, weights, lines, first, last, at);
-}
-
-// Turns scores of keys [first, last) into weights; the others become 0. Returns the highest score of those and `before`.
-// A score that is NaN does not count as the highest, and makes `sum` NaN.
-inline float weigh(float* scores, int64_t first, int64_t last, float softcap, float before, float& sum) {
-  if (softcap > 0) {
-    for (int64_t begin = 0; begin < kStep; begin += kLanes) {
-      store(scores + begin, hyperbolic_tangent(load(scores + begin) / softcap) * softcap);
-    }
-  }
-  for (int64_t i = 0; i < first; ++i) scores[i] = kNone;
-  for (int64_t i = last; i < kStep; ++i) scores[i] = kNone;
-  Floats highest = broadcast(before);
-  for (int64_t begin = 0; begin < kStep; begin += kLanes) highest = maximum(load(scores + begin), highest);
-  float now = max_lanes(highest);
-  Floats total{};
-  for (int64_t begin = 0; begin < kStep; begin += kLanes) {
-    Floats weights = exponential(load(scores + begin) - now);
-    store(scores + begin, weights);
-    total += weights;
-  }
-  sum = sum_lanes(total);
-  return now;
+template <typename Do>
+inline void with_run(int64_t length, Do&& run) {
+  static_assert(kMaxRun == 4);
+  if (length == 4) return run(std::integral_constant<int, 4>{});
+  if (length == 3) return run(std::integral_constant<int, 3>{});
+  if (length == 2) return run(std::integral_constant<int, 2>{});
+  run(std::integral_constant<int, 1>{});
 }
 
 }  // namespace
@@ -155,189 +59,254 @@ struct AttentionWork::Tile {
   int64_t row, first_token, num_queries;
   int64_t first_position;  // of its first query, in the sequence
   int64_t first_partition, num_partitions;
-  int64_t first_unit, num_units;
   int64_t last_position() const { return first_position + num_queries - 1; }
 };
 
-struct AttentionWork::Scratch {
-  float *query, *state, *part, *k, *v, *scores;
+struct AttentionWork::Unit {
+  const Tile* tile;
+  int64_t first_head, num_heads;  // KV heads
+  int64_t first_partition, num_partitions;
+  int64_t first_sibling, num_siblings;  // units of the same tile and heads, by partition
 };
 
-// State of a tile: [rows] highest score, [rows] sum of weights, [rows, v width] mixed values.
-int64_t AttentionWork::state_size(const AttentionLayer& layer) const {
-  return max_rows_ * (2 + padded(layer.v.head_dim));
+// The softmax of a unit's rows: by KV head, then by query, then by head of the group.
+struct AttentionWork::State : SoftmaxState {};
+
+struct AttentionWork::Scratch {
+  float *query, *scores, *k, *v, *state, *part;
+};
+
+// A step of one head.
+struct AttentionWork::HeadStep {
+  const Tile* tile;
+  int64_t position, count;          // of the keys
+  const char *first_key, *first_value;
+  Ahead next_keys, next_values;
+  const float* query;
+  SoftmaxState state;
+};
+
+AttentionWork::AttentionWork(const Rows& rows, const AttentionLayer& shape, int num_threads)
+    : rows_(rows),
+      group_(shape.num_heads / shape.num_kv_heads),
+      k_width_(padded(shape.k.head_dim)),
+      v_width_(padded(shape.v.head_dim)),
+      max_rows_(std::max(kTileRows, group_)),
+      state_size_(max_rows_ * (2 + v_width_)) {
+  cut_tiles(shape);
+  cut_units(shape, num_threads);
+  done_.reset(new std::atomic<int32_t>[units_.size()]());
+  scratch_size_ = max_rows_ * k_width_ + kMaxRun * kStep + 2 * state_size_ + kStep * (k_width_ + v_width_);
+  scratch_size_ = (scratch_size_ + 15) / 16 * 16;
+  scratch_.reset(allocate(scratch_size_ * num_threads));
 }
 
-AttentionWork::AttentionWork(const Rows& rows, const AttentionLayer& widest, int num_threads) : rows_(rows) {
-  group_ = widest.num_heads / widest.num_kv_heads;
-  max_kv_heads_ = widest.num_kv_heads;
+AttentionWork::~AttentionWork() = default;
+
+void AttentionWork::cut_tiles(const AttentionLayer& shape) {
   int64_t queries = std::max<int64_t>(1, kTileRows / group_);
-  max_rows_ = queries * group_;
-  max_state_ = state_size(widest);
-  std::vector<Tile> tiles;
-  for (int64_t row = 0; row < rows.num_rows; ++row) {
-    int64_t begin = rows.query_starts[row], count = rows.query_starts[row + 1] - begin;
-    int64_t computed = rows.context_lengths[row] - count;
+  for (int64_t row = 0; row < rows_.num_rows; ++row) {
+    int64_t begin = rows_.query_starts[row], count = rows_.query_starts[row + 1] - begin;
+    int64_t computed = rows_.context_lengths[row] - count;
     for (int64_t at = 0; at < count; at += queries) {
-      Tile tile{row, begin + at, std::min(queries, count - at), computed + at, 0, 0, 0, 0};
-      int64_t first = widest.window ? std::max<int64_t>(0, tile.first_position - widest.window + 1) : 0;
+      Tile tile{row, begin + at, std::min(queries, count - at), computed + at, 0, 0};
+      int64_t first = shape.window ? std::max<int64_t>(0, tile.first_position - shape.window + 1) : 0;
       tile.first_partition = first / kPartition;
       tile.num_partitions = tile.last_position() / kPartition + 1 - tile.first_partition;
-      tiles.push_back(tile);
+      tiles_.push_back(tile);
     }
   }
-  num_tiles_ = static_cast<int64_t>(tiles.size());
-  bool split = num_tiles_ * max_kv_heads_ < 4 * num_threads;
-  bool any_split = false;
-  for (Tile& tile : tiles) {
-    tile.first_unit = num_units_;
-    tile.num_units = split ? tile.num_partitions : 1;
-    any_split |= tile.num_units > 1;
-    num_units_ += tile.num_units;
-  }
-  tiles_ = new Tile[tiles.size()];
-  std::copy(tiles.begin(), tiles.end(), tiles_);
-  tile_of_unit_ = new int64_t[num_units_];
-  for (int64_t i = 0; i < num_tiles_; ++i) {
-    std::fill_n(tile_of_unit_ + tiles_[i].first_unit, tiles_[i].num_units, i);
-  }
-  if (any_split) partials_ = allocate(max_kv_heads_ * num_units_ * max_state_);
-  done_ = new std::atomic<int32_t>[num_tiles_ * max_kv_heads_]();
-  int64_t k_width = padded(widest.k.head_dim), v_width = padded(widest.v.head_dim);
-  scratch_size_ = max_rows_ * (k_width + kStep) + 2 * max_state_ + kStep * (k_width + v_width) + 64;
-  scratch_size_ = (scratch_size_ + 15) / 16 * 16;
-  scratch_ = allocate(scratch_size_ * num_threads);
 }
 
-AttentionWork::~AttentionWork() {
-  delete[] tiles_;
-  delete[] tile_of_unit_;
-  delete[] done_;
-  std::free(partials_);
-  std::free(scratch_);
+// As many heads to a unit as leave enough units: a block is read in one go then.
+void AttentionWork::cut_units(const AttentionLayer& shape, int num_threads) {
+  int64_t pieces = static_cast<int64_t>(tiles_.size()) * shape.num_kv_heads, enough = kUnitsPerThread * num_threads;
+  bool split = pieces < enough;
+  bool is_any_split = false;
+  for (const Tile& tile : tiles_) {
+    int64_t most = std::max<int64_t>(1, kTileRows / (tile.num_queries * group_));
+    int64_t heads = std::max<int64_t>(1, std::min({most, pieces / enough, shape.num_kv_heads}));
+    int64_t partitions = split ? 1 : tile.num_partitions;
+    for (int64_t head = 0; head < shape.num_kv_heads; head += heads) {
+      int64_t first = static_cast<int64_t>(units_.size()), siblings = tile.num_partitions / partitions;
+      for (int64_t nth = 0; nth < siblings; ++nth) {
+        units_.push_back(Unit{&tile, head, std::min(heads, shape.num_kv_heads - head), tile.first_partition + nth,
+                              partitions, first, siblings});
+      }
+      is_any_split |= siblings > 1;
+    }
+  }
+  if (is_any_split) partials_.reset(allocate(static_cast<int64_t>(units_.size()) * state_size_));
 }
 
 void AttentionWork::attend(const AttentionLayer& layer, HeadsIn query, HeadsOut out, int thread,
                            std::atomic<int64_t>& next) {
-  int64_t k_width = padded(layer.k.head_dim), v_width = padded(layer.v.head_dim);
   Scratch scratch;
-  scratch.query = scratch_ + thread * scratch_size_;
-  scratch.scores = scratch.query + max_rows_ * k_width;
-  scratch.k = scratch.scores + max_rows_ * kStep;
-  scratch.v = scratch.k + kStep * k_width;
-  scratch.state = scratch.v + kStep * v_width;
-  scratch.part = scratch.state + max_state_;
-  int64_t all = num_units_ * layer.num_kv_heads;
+  scratch.query = scratch_.get() + thread * scratch_size_;
+  scratch.scores = scratch.query + max_rows_ * k_width_;
+  scratch.k = scratch.scores + kMaxRun * kStep;
+  scratch.v = scratch.k + kStep * k_width_;
+  scratch.state = scratch.v + kStep * v_width_;
+  scratch.part = scratch.state + state_size_;
+  int64_t all = static_cast<int64_t>(units_.size());
   for (int64_t unit; (unit = next.fetch_add(1, std::memory_order_relaxed)) < all;) {
     attend_unit(layer, query, out, scratch, unit);
   }
 }
 
-void AttentionWork::attend_unit(const AttentionLayer& layer, HeadsIn query, HeadsOut out, Scratch& scratch,
-                                int64_t unit) {
-  int64_t head = unit % layer.num_kv_heads, unit_of_head = unit / layer.num_kv_heads;
-  int64_t tile_index = tile_of_unit_[unit_of_head];
-  const Tile& tile = tiles_[tile_index];
-  int64_t width = padded(layer.k.head_dim);
-  for (int64_t row = 0; row < tile.num_queries * group_; ++row) {
-    int64_t token = tile.first_token + row / group_;
-    const float* from = query.data + token * query.token_stride + (head * group_ + row % group_) * query.head_stride;
-    float* to = scratch.query + row * width;
-    for (int64_t i = 0; i < layer.k.head_dim; ++i) to[i] = from[i] * layer.scale;
-    for (int64_t i = layer.k.head_dim; i < width; ++i) to[i] = 0;
-  }
-  if (tile.num_units == 1) {
-    fold_partition(layer, tile, head, tile.first_partition, scratch, scratch.state);
-    for (int64_t i = 1; i < tile.num_partitions; ++i) {
-      fold_partition(layer, tile, head, tile.first_partition + i, scratch, scratch.part);
-      merge(layer, tile, scratch.state, scratch.part);
+void AttentionWork::attend_unit(const AttentionLayer& layer, HeadsIn query, HeadsOut out, const Scratch& scratch,
+                                int64_t index) {
+  const Unit& unit = units_[index];
+  load_queries(layer, unit, query, scratch.query);
+  if (unit.num_siblings == 1) {
+    State state = state_at(scratch.state), part = state_at(scratch.part);
+    fold_partition(layer, unit, unit.first_partition, scratch, state);
+    for (int64_t i = 1; i < unit.num_partitions; ++i) {
+      fold_partition(layer, unit, unit.first_partition + i, scratch, part);
+      merge(unit, state, part);
     }
-    finish(layer, tile, head, scratch.state, out);
+    finish(layer, unit, state, out);
     return;
   }
-  float* states = partials_ + head * num_units_ * max_state_;
-  int64_t nth = unit_of_head - tile.first_unit;
-  fold_partition(layer, tile, head, tile.first_partition + nth, scratch, states + unit_of_head * max_state_);
-  auto& done = done_[head * num_tiles_ + tile_index];
-  if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < tile.num_units) return;
+  fold_partition(layer, unit, unit.first_partition, scratch, state_at(partials_.get() + index * state_size_));
+  auto& done = done_[unit.first_sibling];
+  if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < unit.num_siblings) return;
   done.store(0, std::memory_order_relaxed);  // the last one merges, in order, and leaves it for the next layer
-  float* first = states + tile.first_unit * max_state_;
-  for (int64_t i = 1; i < tile.num_units; ++i) merge(layer, tile, first, first + i * max_state_);
-  finish(layer, tile, head, first, out);
+  float* first = partials_.get() + unit.first_sibling * state_size_;
+  for (int64_t i = 1; i < unit.num_siblings; ++i) merge(unit, state_at(first), state_at(first + i * state_size_));
+  finish(layer, unit, state_at(first), out);
+}
+
+int64_t AttentionWork::num_rows(const Unit& unit) const { return unit.num_heads * unit.tile->num_queries * group_; }
+
+AttentionWork::State AttentionWork::state_at(float* memory) const {
+  return State{{memory, memory + max_rows_, memory + 2 * max_rows_}};
+}
+
+// [heads of the unit, queries, group, k width], scaled
+void AttentionWork::load_queries(const AttentionLayer& layer, const Unit& unit, HeadsIn query, float* to) const {
+  for (int64_t head = unit.first_head; head < unit.first_head + unit.num_heads; ++head) {
+    for (int64_t row = 0; row < unit.tile->num_queries * group_; ++row, to += k_width_) {
+      int64_t token = unit.tile->first_token + row / group_;
+      const float* from = query.data + token * query.token_stride + (head * group_ + row % group_) * query.head_stride;
+      for (int64_t i = 0; i < layer.k.head_dim; ++i) to[i] = from[i] * layer.scale;
+      for (int64_t i = layer.k.head_dim; i < k_width_; ++i) to[i] = 0;
+    }
+  }
 }
 
 // The softmax of the keys in one partition, from nothing.
-void AttentionWork::fold_partition(const AttentionLayer& layer, const Tile& tile, int64_t head, int64_t partition,
-                                   Scratch& scratch, float* state) {
-  int64_t k_width = padded(layer.k.head_dim), v_width = padded(layer.v.head_dim);
-  int64_t num_rows = tile.num_queries * group_, block_size = rows_.block_size;
-  const int32_t* table = rows_.tables + tile.row * rows_.table_width;
-  float *highest = state, *sums = state + max_rows_, *mixed = state + 2 * max_rows_;
-  std::fill_n(highest, num_rows, kNone);
-  std::fill_n(sums, num_rows, 0.0f);
-  std::fill_n(mixed, num_rows * v_width, 0.0f);
+void AttentionWork::fold_partition(const AttentionLayer& layer, const Unit& unit, int64_t partition,
+                                   const Scratch& scratch, const State& state) const {
+  const Tile& tile = *unit.tile;
+  int64_t block_size = rows_.block_size;
+  std::fill_n(state.highest, num_rows(unit), kNone);
+  std::fill_n(state.sums, num_rows(unit), 0.0f);
+  std::fill_n(state.mixed, num_rows(unit) * v_width_, 0.0f);
   int64_t begin = partition * kPartition, end = std::min(begin + kPartition, tile.last_position() + 1);
   int64_t seen = layer.window ? std::max<int64_t>(0, tile.first_position - layer.window + 1) : 0;
-  for (int64_t position = begin; position < end;) {
-    int64_t offset = position % block_size, block = table[position / block_size];
+  for (int64_t position = begin, step_end; position < end; position = step_end) {
+    int64_t offset = position % block_size;
     // A step ends at a multiple of kStep in its block, at the block's end, or at the partition's.
-    int64_t step_end = std::min({position - offset + (offset / kStep + 1) * kStep, position - offset + block_size,
-                                 begin + kPartition});
-    int64_t count = step_end - position;
-    if (step_end <= seen) {
-      position = step_end;
-      continue;
-    }
-    if (step_end < end) {
-      int64_t next_block = table[step_end / block_size], next_offset = step_end % block_size;
-      int64_t next_count = std::min({kStep, block_size - next_offset, end - step_end});
-      prefetch_lines(layer.k, next_block, head, next_offset, next_count);
-      prefetch_lines(layer.v, next_block, head, next_offset, next_count);
-    }
-    Lines keys = read_lines(layer.k, block, head, offset, count, scratch.k);
-    Lines values = read_lines(layer.v, block, head, offset, count, scratch.v);
-    for (int64_t row = 0; row < num_rows; ++row) {
-      int64_t query = tile.first_position + row / group_;
-      int64_t last = std::min(count, query + 1 - position);
-      int64_t first = layer.window ? std::max<int64_t>(0, query - layer.window + 1 - position) : 0;
-      if (first >= last) continue;
-      float* scores = scratch.scores + row * kStep;
-      score(scratch.query + row * k_width, keys, k_width, scores);
-      float sum, now = weigh(scores, first, last, layer.softcap, highest[row], sum);
-      float keep = highest[row] == now ? 1.0f : std::exp(highest[row] - now);
-      highest[row] = now;
-      sums[row] = sums[row] * keep + sum;
-      mix_all(mixed + row * v_width, keep, scores, values, first, last, v_width);
-    }
-    position = step_end;
+    step_end = std::min({position - offset + (offset / kStep + 1) * kStep, position - offset + block_size,
+                         begin + kPartition});
+    if (step_end > seen) fold_step(layer, unit, position, step_end, end, scratch, state);
   }
 }
 
-void AttentionWork::merge(const AttentionLayer& layer, const Tile& tile, float* into, const float* part) const {
-  int64_t width = padded(layer.v.head_dim), num_rows = tile.num_queries * group_;
-  for (int64_t row = 0; row < num_rows; ++row) {
-    float ours = into[row], theirs = part[row];
+// Keys [position, step_end) of a partition that ends at `end`, head by head.
+void AttentionWork::fold_step(const AttentionLayer& layer, const Unit& unit, int64_t position, int64_t step_end,
+                              int64_t end, const Scratch& scratch, const State& state) const {
+  const int32_t* table = rows_.tables + unit.tile->row * rows_.table_width;
+  int64_t size = rows_.block_size, block = table[position / size], offset = position % size;
+  int64_t rows = unit.tile->num_queries * group_;
+  for (int64_t nth = 0; nth < unit.num_heads; ++nth) {
+    int64_t head = unit.first_head + nth, done = nth * rows;
+    HeadStep step{};
+    step.tile = unit.tile, step.position = position, step.count = step_end - position;
+    step.first_key = line_of(layer.k, block, head, offset);
+    step.first_value = line_of(layer.v, block, head, offset);
+    if (nth + 1 < unit.num_heads) {
+      step.next_keys = ahead_of(layer.k, block, head + 1, offset);
+      step.next_values = ahead_of(layer.v, block, head + 1, offset);
+    } else if (step_end < end) {
+      step.next_keys = ahead_of(layer.k, table[step_end / size], unit.first_head, step_end % size);
+      step.next_values = ahead_of(layer.v, table[step_end / size], unit.first_head, step_end % size);
+    }
+    step.query = scratch.query + done * k_width_;
+    step.state = {state.highest + done, state.sums + done, state.mixed + done * v_width_};
+    fold_head(layer, step, scratch);
+  }
+}
+
+// Few queries take keys and values as they lie; for many they become floats first, once.
+void AttentionWork::fold_head(const AttentionLayer& layer, const HeadStep& step, const Scratch& scratch) const {
+  bool is_in_place = is_readable_in_place(layer.k) && is_readable_in_place(layer.v);
+  bool is_few = layer.k.format == kFloat32 || step.tile->num_queries * group_ <= kMaxRun;
+  with_format(layer.k.format, [&](auto format) {
+    constexpr int32_t kFormat = decltype(format)::value;
+    if (is_in_place && is_few) {
+      Lines keys = lines_in_place(layer.k, step.first_key, step.count);
+      return fold_lines<kFormat>(layer, step, keys, lines_in_place(layer.v, step.first_value, step.count),
+                                 scratch.scores);
+    }
+    Lines keys = lines_as_floats<kFormat>(layer.k, step.first_key, step.count, scratch.k);
+    Lines values = lines_as_floats<kFormat>(layer.v, step.first_value, step.count, scratch.v);
+    fold_lines<kFloat32>(layer, step, keys, values, scratch.scores);
+  });
+}
+
+// Queries that see the same keys of the step go together.
+template <int32_t kFormat>
+void AttentionWork::fold_lines(const AttentionLayer& layer, const HeadStep& step, const Lines& keys,
+                               const Lines& values, float* scores) const {
+  int64_t rows = step.tile->num_queries * group_;
+  auto last_of = [&](int64_t row) {
+    return std::min(step.count, step.tile->first_position + row / group_ + 1 - step.position);
+  };
+  auto first_of = [&](int64_t row) {
+    if (!layer.window) return int64_t{0};
+    return std::max<int64_t>(0, step.tile->first_position + row / group_ - layer.window + 1 - step.position);
+  };
+  Ahead next_keys = step.next_keys, next_values = step.next_values;
+  for (int64_t row = 0, run; row < rows; row += run) {
+    int64_t first = first_of(row), last = last_of(row);
+    run = 1;
+    if (first >= last) continue;
+    while (run < kMaxRun && row + run < rows && first_of(row + run) == first && last_of(row + run) == last) ++run;
+    SoftmaxState state{step.state.highest + row, step.state.sums + row, step.state.mixed + row * v_width_};
+    with_run(run, [&](auto length) {
+      fold_run<kFormat, decltype(length)::value>(step.query + row * k_width_, k_width_, v_width_, keys, values, first,
+                                                 last, layer.softcap, next_keys, next_values, state, scores);
+    });
+    next_keys = next_values = {};  // asked for
+  }
+}
+
+void AttentionWork::merge(const Unit& unit, const State& into, const State& part) const {
+  for (int64_t row = 0; row < num_rows(unit); ++row) {
+    float ours = into.highest[row], theirs = part.highest[row];
     if (theirs == kNone) continue;
-    float* mixed = into + 2 * max_rows_ + row * width;
-    const float* other = part + 2 * max_rows_ + row * width;
+    float* mixed = into.mixed + row * v_width_;
+    const float* other = part.mixed + row * v_width_;
     float highest = ours != ours || theirs != theirs ? std::nanf("") : std::max(ours, theirs);
     float keep = ours == kNone ? 0.0f : std::exp(ours - highest), add = std::exp(theirs - highest);
-    into[row] = highest;
-    into[max_rows_ + row] = into[max_rows_ + row] * keep + part[max_rows_ + row] * add;
-    for (int64_t at = 0; at < width; at += kLanes) {
+    into.highest[row] = highest;
+    into.sums[row] = into.sums[row] * keep + part.sums[row] * add;
+    for (int64_t at = 0; at < v_width_; at += kLanes) {
       store(mixed + at, load(mixed + at) * keep + load(other + at) * add);
     }
   }
 }
 
-void AttentionWork::finish(const AttentionLayer& layer, const Tile& tile, int64_t head, const float* state,
-                           HeadsOut out) const {
-  int64_t width = padded(layer.v.head_dim);
-  for (int64_t row = 0; row < tile.num_queries * group_; ++row) {
-    int64_t token = tile.first_token + row / group_;
-    float* to = out.data + token * out.token_stride + (head * group_ + row % group_) * out.head_stride;
-    const float* mixed = state + 2 * max_rows_ + row * width;
-    float share = 1.0f / state[max_rows_ + row];
+void AttentionWork::finish(const AttentionLayer& layer, const Unit& unit, const State& state, HeadsOut out) const {
+  int64_t rows = unit.tile->num_queries * group_;
+  for (int64_t row = 0; row < num_rows(unit); ++row) {
+    int64_t token = unit.tile->first_token + row % rows / group_;
+    int64_t head = (unit.first_head + row / rows) * group_ + row % group_;
+    float* to = out.data + token * out.token_stride + head * out.head_stride;
+    const float* mixed = state.mixed + row * v_width_;
+    float share = 1.0f / state.sums[row];
     for (int64_t i = 0; i < layer.v.head_dim; ++i) to[i] = mixed[i] * share;
   }
 }

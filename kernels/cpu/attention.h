@@ -3,8 +3,17 @@
 
 #include <atomic>
 #include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <vector>
 
 namespace octavo {
+
+struct Lines;  // see kv_lines.h
+
+struct FreeFloats {
+  void operator()(float* memory) const { std::free(memory); }
+};
 
 // K or V of one layer in the arena. Strides in bytes.
 struct KvPlane {
@@ -53,7 +62,7 @@ void write_token(const KvPlane& plane, int64_t num_kv_heads, int64_t block, int6
 class AttentionWork {
  public:
   // Allocates; to be made outside of the team.
-  AttentionWork(const Rows& rows, const AttentionLayer& widest, int num_threads);
+  AttentionWork(const Rows& rows, const AttentionLayer& shape, int num_threads);
   ~AttentionWork();
   AttentionWork(const AttentionWork&) = delete;
 
@@ -62,24 +71,38 @@ class AttentionWork {
 
  private:
   struct Tile;  // some queries of one row
+  struct Unit;  // what one thread takes of it
+  struct State;
   struct Scratch;
-  void attend_unit(const AttentionLayer& layer, HeadsIn query, HeadsOut out, Scratch& scratch, int64_t unit);
-  void fold_partition(const AttentionLayer& layer, const Tile& tile, int64_t head, int64_t partition, Scratch& scratch,
-                      float* state);
-  void merge(const AttentionLayer& layer, const Tile& tile, float* into, const float* part) const;
-  void finish(const AttentionLayer& layer, const Tile& tile, int64_t head, const float* state, HeadsOut out) const;
-  int64_t state_size(const AttentionLayer& layer) const;
+  struct HeadStep;
+
+  void cut_tiles(const AttentionLayer& shape);
+  void cut_units(const AttentionLayer& shape, int num_threads);
+  void attend_unit(const AttentionLayer& layer, HeadsIn query, HeadsOut out, const Scratch& scratch, int64_t index);
+  void load_queries(const AttentionLayer& layer, const Unit& unit, HeadsIn query, float* to) const;
+  void fold_partition(const AttentionLayer& layer, const Unit& unit, int64_t partition, const Scratch& scratch,
+                      const State& state) const;
+  void fold_step(const AttentionLayer& layer, const Unit& unit, int64_t position, int64_t step_end, int64_t end,
+                 const Scratch& scratch, const State& state) const;
+  void fold_head(const AttentionLayer& layer, const HeadStep& step, const Scratch& scratch) const;
+  template <int32_t kFormat>
+  void fold_lines(const AttentionLayer& layer, const HeadStep& step, const Lines& keys, const Lines& values,
+                  float* scores) const;
+  int64_t num_rows(const Unit& unit) const;
+  State state_at(float* memory) const;
+  void merge(const Unit& unit, const State& into, const State& part) const;
+  void finish(const AttentionLayer& layer, const Unit& unit, const State& state, HeadsOut out) const;
 
   const Rows& rows_;
-  int64_t group_, max_rows_, max_kv_heads_;
-  int64_t num_tiles_ = 0, num_units_ = 0;  // units of one KV head
-  Tile* tiles_ = nullptr;
-  int64_t* tile_of_unit_ = nullptr;
-  int64_t max_state_;
-  float* partials_ = nullptr;          // [num_kv_heads, num_units, max_state], where a tile has several units
-  std::atomic<int32_t>* done_ = nullptr;  // [num_kv_heads, num_tiles], units of the tile that are computed
-  float* scratch_ = nullptr;
-  int64_t scratch_size_;
+  int64_t group_;           // heads that share a KV head
+  int64_t k_width_, v_width_;  // of a line as vectors
+  int64_t max_rows_;        // of a unit: queries by heads
+  int64_t state_size_, scratch_size_;  // floats
+  std::vector<Tile> tiles_;
+  std::vector<Unit> units_;
+  std::unique_ptr<std::atomic<int32_t>[]> done_;  // [units], at the first of a tile's: how many of them are computed
+  std::unique_ptr<float, FreeFloats> partials_;   // [units, state_size], where a tile's partitions are units
+  std::unique_ptr<float, FreeFloats> scratch_;    // [threads, scratch_size]
 };
 
 }  // namespace octavo

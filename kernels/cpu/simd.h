@@ -38,9 +38,27 @@ inline Floats load(const float* from) { return *reinterpret_cast<const FloatsUna
 inline void store(float* to, Floats value) { *reinterpret_cast<FloatsUnaligned*>(to) = value; }
 inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
 
+// a * b + c in one rounding where the processor has that. Written out where several forms of a loop must agree to the
+// bit: which products of a sum the compiler contracts may differ from form to form.
+inline Floats fused(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
 inline Floats load_bfloat16(const void* from) {
-  Halves bits = *static_cast<const Halves*>(from);
-  return reinterpret_cast<Floats>(__builtin_convertvector(bits, Words) << 16);
+#if defined(__AVX512F__)
+  Words bits = (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
+#elif defined(__AVX2__)
+  Words bits = (Words)_mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from)));
+#else
+  Words bits = __builtin_convertvector(*static_cast<const Halves*>(from), Words);
+#endif
+  return reinterpret_cast<Floats>(bits << 16);
 }
 
 inline float widen_bfloat16(uint16_t bits) {
