@@ -93,8 +93,8 @@ def step_errors() -> Iterator[None]:
 
 def _sample(logits: Tensor, batch: Batch) -> StepOutput:
     """One token per row of logits, [num_sampling, vocabulary_size] float32, which are overwritten."""
-    lowest, highest = logits.aminmax(dim=-1)  # both are NaN in a row with a NaN
-    finite = lowest.isfinite() & highest.isfinite()
+    values = logits.numpy()
+    finite = torch.from_numpy(np.isfinite(values.min(axis=-1)) & np.isfinite(values.max(axis=-1)))  # NaN comes through
     if not finite.all():
         logits[~finite] = 0  # keeps the arithmetic below defined; the row's token is dropped
     scores = batch.sample_scores

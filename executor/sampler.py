@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from executor.logits.highest import at_least
+from executor.logits.highest import at_least, best_ids
 from executor.philox import philox4x32
 
 _WORD = 0xFFFFFFFF
@@ -46,7 +46,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     Returns:
         [num_sampling] int64. Equal scores go to the lowest id.
     """
-    tokens = logits.argmax(dim=-1)
+    tokens = best_ids(logits)
     rows = (batch.temperature > 0).nonzero().squeeze(1)  # [num_random] -> sampling row
     if len(rows):
         tokens[rows] = _sample_random(logits[rows], batch, rows)

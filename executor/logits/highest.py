@@ -1,6 +1,18 @@
 """Exactly the k highest of each row, where equal ones are told apart by id: the lower comes first."""
 
+import torch
 from torch import Tensor
+
+
+def best_ids(values: Tensor) -> Tensor:
+    """[num_rows] int64: the id of each row's highest value, of equals the lowest.
+
+    By numpy, whose argmax has vector instructions: torch's takes ten times as long, and all its threads.
+
+    Args:
+        values: [num_rows, vocabulary_size] float32 on the CPU, no NaN.
+    """
+    return torch.tensor([int(row.argmax()) for row in values.numpy()], dtype=torch.int64)
 
 
 def at_least(values: Tensor, threshold: Tensor, num_kept: Tensor) -> Tensor:
