@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.random_kv import fill_random
 from executor.arena import KvGeometry, LayerGeometry, private_arena
 from executor.attention import LayerAttention
 from executor.attention_choice import choose_attention
@@ -51,9 +52,7 @@ def calls(dtype: str, rows: int, context: int, new: int) -> dict[str, Callable[[
     batch = make_batch(rows, context, new)
     geometry = KvGeometry(BLOCK, dtype, (LayerGeometry(KV_HEADS, HEAD_DIM, HEAD_DIM),) * LAYERS)
     arena = private_arena(geometry, 1 + batch.tables.numel())
-    for views in arena.views:
-        views.k.normal_()
-        views.v.normal_()
+    fill_random(arena)
     query, key, value = (torch.randn(rows * new, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
     found: dict[str, Callable[[int], object]] = {}
     for name in ("torch", "cpu"):
@@ -83,7 +82,7 @@ def main() -> None:
     print("| KV | rows | context | new | CPU us |\n|---|---|---|---|---|")
     for dtype, rows, context, new in (
         *(("float32", rows, context, 1) for rows, context in ((1, 200), (8, 200), (32, 200), (8, 2000))),
-        *(("bfloat16", rows, context, 1) for rows, context in ((32, 200), (8, 2000))),
+        *((kv, rows, context, 1) for kv in ("bfloat16", "int8") for rows, context in ((32, 200), (8, 2000))),
         *(("float32", 1, context, 128) for context in (128, 1024)),
     ):
         found = calls(dtype, rows, context, new)

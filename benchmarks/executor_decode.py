@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.random_kv import fill_random
 from executor.arena import private_arena
 from executor.batch import pack_batch
 from executor.config import ExecutorConfig
@@ -41,9 +42,7 @@ class Variant:
         size = self.loaded.geometry.block_size
         per_row = -(-(context + steps + 1) // size)
         arena = private_arena(self.loaded.geometry, 1 + (rows + 1) * per_row)
-        for views in arena.views:
-            views.k.normal_()
-            views.v.normal_()
+        fill_random(arena)
         self.runner = Runner(self.loaded.model, arena, self.loaded.attention)
         self.table, self.rows, self.size = SlotTable(rows + 1), rows, size
         ids = np.random.default_rng(0).permutation((rows + 1) * per_row) + 1  # as scattered as a used arena's

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.gpu_timing import machine, median_seconds, parse_arguments, write_results
+from benchmarks.random_kv import fill_random
 from executor.arena import Arena, KvGeometry, private_arena
 from executor.attention_triton import TritonAttention
 from executor.batch import Batch, FedTokens, pack_batch
@@ -87,9 +88,7 @@ def make_batch(rows: int, context: int, vocabulary: int) -> tuple[Batch, int]:
 def random_arena(geometry: KvGeometry, num_blocks: int, device: str) -> Arena:
     """Blocks full of random numbers."""
     arena = private_arena(geometry, num_blocks, device)
-    for views in arena.views:
-        views.k.normal_()
-        views.v.normal_()
+    fill_random(arena)
     return arena
 
 

@@ -60,15 +60,19 @@ def steps_table(document: dict[str, Any]) -> str:
 
 def quality_table(document: dict[str, Any]) -> str:
     """What int8 costs."""
-    return "\n".join(
-        [
-            "| tokens | windows of | perplexity, float32 | int8 | change | mean KL | same best token |",
-            "|---|---|---|---|---|---|---|",
-            f"| {document['tokens']} | {document['window']} | {document['perplexity_fp32']:.3f} | "
-            f"{document['perplexity_int8']:.3f} | {document['perplexity_change_percent']:+.2f} % | "
-            f"{document['mean_kl']:.4f} | {document['same_best_token_percent']:.1f} % |",
-        ]
-    )
+    lines = [
+        f"{document['tokens']} tokens in windows of {document['window']}; perplexity in float32: "
+        f"{document['perplexity_fp32']:.3f}.",
+        "",
+        "| weights | KV | perplexity | change | mean KL | same best token |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in document["rows"]:
+        lines.append(
+            f"| {row['weights']} | {row['kv']} | {row['perplexity']:.3f} | {row['perplexity_change_percent']:+.2f} % | "
+            f"{row['mean_kl']:.4f} | {row['same_best_token_percent']:.1f} % |"
+        )
+    return "\n".join(lines)
 
 
 def kills_table(document: dict[str, Any]) -> str:

@@ -97,8 +97,8 @@ class CpuStep:
 def attention_layer(layer: LayerAttention, views: KvViews, num_heads: int) -> c.AttentionLayer:
     """A layer as C++ reads it."""
     return c.AttentionLayer(
-        k=_plane(views.k),
-        v=_plane(views.v),
+        k=_plane(views.k, views.k_scale),
+        v=_plane(views.v, views.v_scale),
         num_heads=num_heads,
         num_kv_heads=views.k.shape[1],
         window=layer.window or 0,
@@ -107,10 +107,16 @@ def attention_layer(layer: LayerAttention, views: KvViews, num_heads: int) -> c.
     )
 
 
-def _plane(view: Tensor) -> c.KvPlane:
-    size = view.element_size()
-    strides = [stride * size for stride in view.stride()]
-    return c.KvPlane(view.data_ptr(), *strides, view.shape[3], _FORMAT_OF[view.dtype], 0)
+def _plane(view: Tensor, scale: Tensor | None) -> c.KvPlane:
+    plane = c.KvPlane(view.data_ptr(), *_byte_strides(view), view.shape[3], format=_FORMAT_OF[view.dtype])
+    if scale is not None:
+        plane.scales = scale.data_ptr()
+        plane.scale_block_stride, plane.scale_head_stride, plane.scale_token_stride = _byte_strides(scale)
+    return plane
+
+
+def _byte_strides(tensor: Tensor) -> list[int]:
+    return [stride * tensor.element_size() for stride in tensor.stride()]
 
 
 def _as_floats(tensor: Tensor) -> Tensor:

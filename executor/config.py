@@ -9,9 +9,6 @@ KvDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3
 Attention = Literal["auto", "cpu", "torch", "triton", "triton-interpret"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
-# KV formats that not every back end has, and who has them.
-_ATTENTIONS_OF = {"int8": ("torch", "triton", "triton-interpret"), "float8_e4m3fn": ("triton", "triton-interpret")}
-
 
 class ExecutorConfig(BaseModel):
     """Run one model on one device, in steps that routers plan, on KV blocks that the cache service owns."""
@@ -79,7 +76,7 @@ class ExecutorConfig(BaseModel):
     kv_dtype: KvDtype = Field(
         "auto",
         description="number format of the KV blocks; auto: that of the weights, with int8 bfloat16; int8 and "
-        "float8_e4m3fn, the latter for attention triton alone, have a scale per token and head",
+        "float8_e4m3fn have a scale per token and head, the latter is for attention triton alone",
     )
     kv_memory_mib: int = Field(512, ge=1, description="MiB of KV blocks to ask the cache service for")
     max_context_tokens: int = Field(0, ge=0, description="longest sequence in tokens; 0: as long as the model allows")
@@ -108,14 +105,12 @@ class ExecutorConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _kv_dtype_can_be_had(self) -> "ExecutorConfig":
-        attention = self.attention
-        if attention == "auto":
-            attention = "cpu" if self.device == "cpu" else "triton"
-        takers = _ATTENTIONS_OF.get(self.kv_dtype, (attention,))
-        if attention not in takers:
+    def _fp8_can_be_had(self) -> "ExecutorConfig":
+        """fp8 is Triton's alone; every other KV format is everyone's."""
+        is_triton = self.attention.startswith("triton") or (self.attention == "auto" and self.device != "cpu")
+        if self.kv_dtype == "float8_e4m3fn" and not is_triton:
             raise ValueError(
-                f"kv_dtype {self.kv_dtype} cannot be had with attention {self.attention} on device {self.device}: it "
-                f"needs attention {' or '.join(takers)}; choose that, or another kv_dtype"
+                f"kv_dtype float8_e4m3fn cannot be had with attention {self.attention} on device {self.device}: it "
+                f"needs attention triton or triton-interpret; choose that, or kv_dtype int8, which every one takes"
             )
         return self

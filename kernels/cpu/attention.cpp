@@ -41,6 +41,7 @@ template <typename Do>
 inline void with_format(int32_t format, Do&& run) {
   if (format == kFloat32) return run(std::integral_constant<int32_t, kFloat32>{});
   if (format == kBfloat16) return run(std::integral_constant<int32_t, kBfloat16>{});
+  if (format == kInt8) return run(std::integral_constant<int32_t, kInt8>{});
   run(std::integral_constant<int32_t, kFloat16>{});
 }
 
@@ -80,7 +81,7 @@ struct AttentionWork::Scratch {
 struct AttentionWork::HeadStep {
   const Tile* tile;
   int64_t position, count;          // of the keys
-  const char *first_key, *first_value;
+  Place first_key, first_value;
   Ahead next_keys, next_values;
   const float* query;
   SoftmaxState state;
@@ -224,8 +225,8 @@ void AttentionWork::fold_step(const AttentionLayer& layer, const Unit& unit, int
     int64_t head = unit.first_head + nth, done = nth * rows;
     HeadStep step{};
     step.tile = unit.tile, step.position = position, step.count = step_end - position;
-    step.first_key = line_of(layer.k, block, head, offset);
-    step.first_value = line_of(layer.v, block, head, offset);
+    step.first_key = place_of(layer.k, block, head, offset);
+    step.first_value = place_of(layer.v, block, head, offset);
     if (nth + 1 < unit.num_heads) {
       step.next_keys = ahead_of(layer.k, block, head + 1, offset);
       step.next_values = ahead_of(layer.v, block, head + 1, offset);
@@ -308,20 +309,6 @@ void AttentionWork::finish(const AttentionLayer& layer, const Unit& unit, const 
     const float* mixed = state.mixed + row * v_width_;
     float share = 1.0f / state.sums[row];
     for (int64_t i = 0; i < layer.v.head_dim; ++i) to[i] = mixed[i] * share;
-  }
-}
-
-void write_token(const KvPlane& plane, int64_t num_kv_heads, int64_t block, int64_t offset, const float* heads,
-                 int64_t head_stride) {
-  char* base = plane.data + block * plane.block_stride + offset * plane.token_stride;
-  for (int64_t head = 0; head < num_kv_heads; ++head) {
-    const float* from = heads + head * head_stride;
-    char* to = base + head * plane.head_stride;
-    if (plane.format == kFloat32 && plane.element_stride == 4) {
-      std::memcpy(to, from, plane.head_dim * 4);
-    } else {
-      for (int64_t i = 0; i < plane.head_dim; ++i) narrow(to + i * plane.element_stride, from[i], plane.format);
-    }
   }
 }
 

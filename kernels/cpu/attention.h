@@ -15,11 +15,14 @@ struct FreeFloats {
   void operator()(float* memory) const { std::free(memory); }
 };
 
-// K or V of one layer in the arena. Strides in bytes.
+// K or V of one layer in the arena; int8: codes, and a float by which each token's head is to be multiplied. Strides in
+// bytes.
 struct KvPlane {
   char* data;
   int64_t block_stride, head_stride, token_stride, element_stride;
   int64_t head_dim;
+  char* scales;  // null but for int8
+  int64_t scale_block_stride, scale_head_stride, scale_token_stride;
   int32_t format;
   int32_t unused;
 };

@@ -104,12 +104,26 @@ inline void mix(float* mixed, int64_t width, const float* keep, const float* wei
   }
 }
 
+// Scores of codes, or weights that codes are to be mixed by, become those of what the codes stand for.
+template <int kRows>
+inline void rescale(float* numbers, const Lines& lines) {
+  if (!lines.is_scaled) return;
+  for (int64_t at = 0; at < kStep; at += kLanes) {
+    Floats scale = load(lines.scale + at);
+    for (int row = 0; row < kRows; ++row) {
+      float* own = numbers + row * kStep + at;
+      store(own, load(own) * scale);
+    }
+  }
+}
+
 // A step of kRows queries that see keys [first, last) of it. `scores` is scratch, [kRows, kStep].
 template <int32_t kFormat, int kRows>
 void fold_run(const float* query, int64_t k_width, int64_t v_width, const Lines& keys, const Lines& values,
               int64_t first, int64_t last, float softcap, const Ahead& next_keys, const Ahead& next_values,
               const SoftmaxState& state, float* scores) {
   score<kFormat, kRows>(query, keys, k_width, next_keys, scores);
+  rescale<kRows>(scores, keys);
   float keep[kRows];
   for (int row = 0; row < kRows; ++row) {
     float sum, before = state.highest[row], now = weigh(scores + row * kStep, first, last, softcap, before, sum);
@@ -117,6 +131,7 @@ void fold_run(const float* query, int64_t k_width, int64_t v_width, const Lines&
     state.highest[row] = now;
     state.sums[row] = state.sums[row] * keep[row] + sum;
   }
+  rescale<kRows>(scores, values);
   constexpr int kVectors = kVectorsTogether<kRows>;
   int64_t at = 0;
   for (int64_t asked = 0; at + kVectors * kLanes <= v_width; at += kVectors * kLanes) {

@@ -14,11 +14,13 @@ FORMATS = ("float32", "bfloat16", "float16", "int8")  # index: the number by whi
 
 
 class KvPlane(Structure):
-    """K or V of one layer; strides in bytes."""
+    """K or V of one layer; int8: codes and their scales, else no scales; strides in bytes."""
 
     _fields_ = (
         ("data", c_void_p),
         *((name, c_int64) for name in ("block_stride", "head_stride", "token_stride", "element_stride", "head_dim")),
+        ("scales", c_void_p),
+        *((name, c_int64) for name in ("scale_block_stride", "scale_head_stride", "scale_token_stride")),
         ("format", c_int32),
         ("unused", c_int32),
     )

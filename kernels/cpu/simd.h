@@ -89,6 +89,10 @@ inline uint16_t round_float16(float value) {
   return bits;
 }
 
+inline Floats load_int8(const void* from) {
+  return __builtin_convertvector(__builtin_convertvector(*static_cast<const Bytes*>(from), Words), Floats);
+}
+
 inline Floats load_float16(const void* from) {
 #if defined(__AVX512F__)
   return reinterpret_cast<Floats>(_mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(from))));
@@ -103,6 +107,7 @@ inline Floats load_float16(const void* from) {
 
 inline float widen(const char* from, int32_t format) {
   if (format == kFloat32) return *reinterpret_cast<const float*>(from);
+  if (format == kInt8) return *reinterpret_cast<const int8_t*>(from);  // a code; its scale is elsewhere
   uint16_t bits = *reinterpret_cast<const uint16_t*>(from);
   return format == kBfloat16 ? widen_bfloat16(bits) : widen_float16(bits);
 }

@@ -1,11 +1,13 @@
-"""Int8 through all three processes: an answer depends on its prompt alone, and is near that of float32.
+"""Int8 through all three processes, weights and KV: an answer depends on its prompt alone, and is near that of float32.
 
 Integer products are exact and every row's arithmetic is fixed by its positions, so the promise is the same tokens, not
 nearly the same; the executor's own tests hold the logits to it, bit by bit.
 """
 
 import asyncio
+import os
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +25,7 @@ LENGTHS = (1, 16, 37)
 @pytest.fixture(scope="module")
 def int8_engine(tiny_llama: Path) -> Iterator[RunningEngine]:
     options = ("--executor.threads=1", "--executor.kv-memory-mib=16", "--executor.weights=int8")
+    options += ("--executor.kv-dtype=int8",)
     with running_engine(str(tiny_llama), *options) as engine:
         yield engine
 
@@ -52,6 +55,9 @@ async def test_alone_in_a_batch_in_chunks_from_the_cache_and_after_preemptions(i
         done = preempt_at(backend.engine, points)
         answers["preempted"] = [await ask(client, prompt, "preempted") for prompt in prompts]
         assert len(done) >= len(points) * len(prompts)
+        shared = await client.generate(prompts[2], temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, n=3)
+        for choice in shared.choices:  # they share the prompt's blocks, the last one until they write into it
+            answers[f"choice {choice.index}"] = [*answers["preempted"][:2], tuple(choice.token_ids)]
     right = answers["alone, 2048"]
     assert all(len(tokens) == NUM_TOKENS for tokens in right)
     assert [place for place, given in answers.items() if list(given) != right] == []
@@ -70,3 +76,14 @@ async def test_it_says_that_it_is_int8_and_stays_near_float32(int8_engine: Runni
     shared = coded.keys() & exact.keys()
     assert len(shared) > 10
     assert 0 < max(abs(coded[token] - exact[token]) for token in shared) < 0.2
+
+
+async def test_codes_and_scales_outlive_the_executor_that_wrote_them(int8_engine: RunningEngine):
+    """Field failure 38: its successor reads them from the same blocks."""
+    prompt = some_prompts()[2]
+    async with running_router(int8_engine) as client:
+        before = await client.generate(prompt, temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        os.kill(int8_engine.child("executor"), signal.SIGKILL)
+        after = await client.generate(prompt, temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    assert after.usage.cached_tokens == 32
+    assert after.choices[0].token_ids == before.choices[0].token_ids

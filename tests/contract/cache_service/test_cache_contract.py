@@ -85,7 +85,8 @@ def test_an_executor_id_belongs_to_one_living_process(driver: GrpcDriver) -> Non
 
 def test_an_arena_in_use_is_not_given_another_shape(driver: GrpcDriver) -> None:
     driver.register("e", 8, B)
-    for changes in ({"model_fingerprint": "model-2"}, {"geometry": geometry_message(B * 2)}):
+    others = geometry_message(B * 2), geometry_message(B, "int8")
+    for changes in ({"model_fingerprint": "model-2"}, *({"geometry": other} for other in others)):
         mismatch = refusal_of(driver, "RegisterExecutor", registration("f", pid=1, **changes))
         assert told(mismatch) == (Code.FAILED_PRECONDITION, "GEOMETRY_MISMATCH")
     router = ScriptedRouter(driver)

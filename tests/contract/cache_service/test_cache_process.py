@@ -52,8 +52,8 @@ class CacheProcess:
             executor_epoch=executor_epoch,
             pid=pid,
             arena_id="cpu:9",
-            geometry=geometry_message(4),
-            kv_bytes=kv_bytes_of(8, 4),
+            geometry=geometry_message(4, "int8"),  # with scales, which a successor must find again too
+            kv_bytes=kv_bytes_of(8, 4, "int8"),
         )
         return self.stub.RegisterExecutor(request, timeout=30)
 

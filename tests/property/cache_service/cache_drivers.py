@@ -64,8 +64,8 @@ def tokens(*ids: int) -> "array[int]":
     return array("I", ids)
 
 
-def geometry_of(block_size: int) -> KvGeometry:
-    return KvGeometry(block_size, "float32", (LayerGeometry(1, 4, 4),))
+def geometry_of(block_size: int, dtype: str = "float32") -> KvGeometry:
+    return KvGeometry(block_size, dtype, (LayerGeometry(1, 4, 4),))
 
 
 @dataclass
@@ -103,8 +103,8 @@ def make_fake_arena(arena_id: str, model_fingerprint: str, geometry: KvGeometry,
     return FakeMemory(ArenaDescription(arena_id, model_fingerprint, geometry, num_blocks, layout, "/none", kv_bytes))
 
 
-def kv_bytes_of(num_blocks: int, block_size: int) -> int:
-    return num_blocks * lay_out(geometry_of(block_size)).block_bytes
+def kv_bytes_of(num_blocks: int, block_size: int, dtype: str = "float32") -> int:
+    return num_blocks * lay_out(geometry_of(block_size, dtype)).block_bytes
 
 
 @dataclass
@@ -469,8 +469,8 @@ class GrpcDriver:
         await self._running.__aexit__(None, None, None)
 
 
-def geometry_message(block_size: int) -> cache_pb2.KvGeometry:
-    geometry = geometry_of(block_size)
+def geometry_message(block_size: int, dtype: str = "float32") -> cache_pb2.KvGeometry:
+    geometry = geometry_of(block_size, dtype)
     layers = [
         cache_pb2.LayerGeometry(num_kv_heads=x.num_kv_heads, k_head_dim=x.k_head_dim, v_head_dim=x.v_head_dim)
         for x in geometry.layers

@@ -52,7 +52,7 @@ def run(
     return list(output.split([count for *_, count in rows]))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("window", [0, 100])
 def test_a_rows_bits_depend_neither_on_its_batch_nor_on_its_chunks(backend, threads, dtype, window):
     """Lengths on both sides of the place where a long row is divided among threads."""

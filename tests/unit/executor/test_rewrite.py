@@ -67,8 +67,8 @@ def load(save_model: Save, folder: Path, dtype: str = "float32") -> CausalModel:
     return load_model(resolve_model(str(save_model(folder))), dtype)
 
 
-def geometry_of(model: CausalModel) -> KvGeometry:
-    return KvGeometry(BLOCK, "float32", model.layers)
+def geometry_of(model: CausalModel, kv_dtype: str = "float32") -> KvGeometry:
+    return KvGeometry(BLOCK, kv_dtype, model.layers)
 
 
 def rewritten(model: CausalModel, backend: AttentionBackend, int8: bool = False) -> CausalModel:
@@ -77,9 +77,11 @@ def rewritten(model: CausalModel, backend: AttentionBackend, int8: bool = False)
     return done
 
 
-def logits(model: CausalModel, backend: AttentionBackend, sequences: list[Tensor], chunk: int) -> list[Tensor]:
+def logits(
+    model: CausalModel, backend: AttentionBackend, sequences: list[Tensor], chunk: int, kv_dtype: str = "float32"
+) -> list[Tensor]:
     """Of every token of each sequence, all run together in chunks: [num_tokens, VOCABULARY_SIZE] each."""
-    arena = private_arena(geometry_of(model), 100)
+    arena = private_arena(geometry_of(model, kv_dtype), 100)
     table = SlotTable(len(sequences))
     for slot, ids in enumerate(sequences):
         blocks = np.arange(1 + slot, 90, len(sequences))[::-1]
@@ -139,9 +141,10 @@ def test_a_rows_bits_depend_neither_on_its_batch_nor_on_its_chunks(kind, int8, b
     """Field failure 16, and more than it asks: equal to the last bit."""
     model = rewritten(load(OF_THE_FORM[kind], tmp_path), backend, int8)
     first, *others = some_sequences(45, 30, 17, 9)
-    (whole,) = logits(model, backend, [first], chunk=2048)
-    for company, chunk in (([], 1), ([], 7), (others, 13), (others[:1], 2048)):
-        assert torch.equal(logits(model, backend, [first, *company], chunk)[0], whole)
+    for kv_dtype in ("float32", "int8"):
+        (whole,) = logits(model, backend, [first], 2048, kv_dtype)
+        for company, chunk in (([], 1), ([], 7), (others, 13), (others[:1], 2048)):
+            assert torch.equal(logits(model, backend, [first, *company], chunk, kv_dtype)[0], whole)
 
 
 @pytest.mark.parametrize("kind", OF_THE_FORM)
@@ -153,6 +156,9 @@ def test_int8_stays_near(kind, backend, tmp_path):
     (near,) = logits(coded, backend, some_sequences(60), chunk=2048)
     # Random weights forgive less than learned ones: the logits must still be the same logits.
     assert nn.functional.cosine_similarity(exact, near, dim=1).min() > 0.99
+    (nearly,) = logits(coded, backend, some_sequences(60), 2048, "int8")
+    assert not torch.equal(nearly, near)
+    assert nn.functional.cosine_similarity(exact, nearly, dim=1).min() > 0.99
 
 
 @torch.no_grad()
@@ -218,6 +224,7 @@ def test_a_sequence_past_the_rotary_tables_makes_them_longer(backend, tmp_path):
 def test_kv_of_fewer_bits_than_the_weights_is_no_reason_to_refuse(backend, tmp_path):
     """Its rounding is larger than that of the weights' format, and both proofs allow for it."""
     model = load(save_tiny_llama, tmp_path)
-    half = KvGeometry(BLOCK, "bfloat16", model.layers)
-    assert verify_model(model, backend, half) > 0
-    assert rewrite_model(model, backend, half).rewritten is not None
+    for kv_dtype in ("bfloat16", "int8"):
+        fewer = geometry_of(model, kv_dtype)
+        assert verify_model(model, backend, fewer) > 0
+        assert rewrite_model(model, backend, fewer).rewritten is not None
