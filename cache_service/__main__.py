@@ -5,9 +5,11 @@ import logging
 import os
 import signal
 import sys
+from dataclasses import replace
 
 from cache_service.app import RunningApp, outside_of, running
 from cache_service.config import CacheServiceConfig
+from octavo.heap import settle
 from octavo.logs import configure_logging
 from octavo.settings import load_settings
 
@@ -29,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def _serve(config: CacheServiceConfig) -> None:
-    async with running(config, outside_of(config)) as app:
+    async with running(config, replace(outside_of(config), on_arena=settle)) as app:
         stop = _stop_on_signals(app)
         log.info("serving on %s, metrics on %s", config.listen, config.metrics_listen or "no address")
         await stop.wait()

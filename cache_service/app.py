@@ -40,6 +40,7 @@ class Outside:
     watch_process: Callable[[int], Watched]
     clock: Clock
     reclaim: Callable[[], object] = list  # takes away what nobody holds any more
+    on_arena: Callable[[], object] = lambda: None  # told of each arena that was made or taken over
     tracing: Tracing = NO_TRACING
 
 
@@ -97,7 +98,8 @@ async def running(
     tls = internal_tls(config)
     service = service or CacheService(eviction=Eviction(POLICIES[config.eviction], config.tenant_weights))
     servicer = BlockManagerServicer(
-        service, config, outside.make_arena, outside.watch_process, outside.clock, outside.tracing
+        *(service, config, outside.make_arena, outside.watch_process, outside.clock),
+        *(outside.tracing, outside.on_arena),
     )
     _take_over(service, servicer, outside)
     outside.reclaim()
@@ -147,3 +149,4 @@ def _take_over(service: CacheService, servicer: BlockManagerServicer, outside: O
 
     for executor in service.take_over(memories, watch, outside.clock.monotonic_s()):
         servicer.watch(executor, processes[executor.pid])
+    outside.on_arena()

@@ -76,6 +76,7 @@ class BlockManagerServicer(cache_pb2_grpc.BlockManagerServiceServicer):
     Args:
         make_arena: called in a thread.
         watch_process: of a pid as this process sees it, 0 where it cannot; raises INVALID_ARGUMENT.
+        on_arena: called when an arena was made.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class BlockManagerServicer(cache_pb2_grpc.BlockManagerServiceServicer):
         watch_process: Callable[[int], Watched],
         clock: Clock,
         tracing: Tracing = NO_TRACING,
+        on_arena: Callable[[], object] = lambda: None,
     ) -> None:
         self._service = service
         self._config = config
@@ -93,6 +95,7 @@ class BlockManagerServicer(cache_pb2_grpc.BlockManagerServiceServicer):
         self._watch_process = watch_process
         self._clock = clock
         self._tracing = tracing
+        self._on_arena = on_arena
         self.watching = Watching(service)
         self._registering = asyncio.Lock()
 
@@ -121,6 +124,8 @@ class BlockManagerServicer(cache_pb2_grpc.BlockManagerServiceServicer):
                 raise
             executor = self._service.finish_registration(asked, made, process, self._clock.unix_ms())
             self.watch(executor, process)
+            if made is not None:
+                self._on_arena()
             return executor
 
     def watch(self, executor: Executor, process: Watched) -> None:

@@ -5,7 +5,6 @@ to be imported.
 """
 
 import asyncio
-import importlib
 import logging
 import os
 import signal
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 from executor.config import ExecutorConfig
 from octavo.ending import end_process
 from octavo.errors import Code, OctavoError
+from octavo.heap import import_once, settle
 from octavo.logs import configure_logging
 from octavo.settings import load_settings
 from octavo.tls import TlsSource, internal_tls
@@ -53,8 +53,8 @@ def main(argv: list[str] | None = None) -> int:
 async def _serve(config: ExecutorConfig, tls: TlsSource | None, tracing: Tracing) -> int:
     stop = _Stop()
     # Brings in torch, transformers and, through them, Triton. In a thread, so that a signal ends the wait.
-    app = await asyncio.to_thread(importlib.import_module, "executor.app")
-    async with app.running(config, stop.fatal, tls, tracing) as executor:
+    app = await asyncio.to_thread(import_once, "executor.app")
+    async with app.running(config, stop.fatal, tls, tracing, on_loaded=settle) as executor:
         stop.is_serving = True
         stop.host = executor.host
         await stop.event.wait()

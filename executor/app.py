@@ -59,12 +59,14 @@ async def running(
     on_fatal: Callable[[str], None],
     tls: TlsSource | None = None,
     tracing: Tracing = NO_TRACING,
+    on_loaded: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[RunningExecutor]:
     """Serve while the context lasts, then drain.
 
     Args:
         on_fatal: told why this process can be of no use any more; it should leave the context.
         tls: of the calls that routers make, and of those to the cache service.
+        on_loaded: called when the model is there, before anything is served.
 
     Raises:
         OctavoError: the model, the attention or the arena cannot be used, or the cache service did not answer in time.
@@ -80,6 +82,7 @@ async def running(
     )
     try:
         loaded = await asyncio.to_thread(load, config)
+        on_loaded()
         registration = _registration(config, loaded)
         client = CacheClient(config.cache_service, registration, tls, config.internal_tls_server_name)
         try:

@@ -1,4 +1,7 @@
-"""`python -m router`: one router process, until SIGTERM or SIGINT; a second signal ends it at once."""
+"""`python -m router`: one router process, until SIGTERM or SIGINT; a second signal ends it at once.
+
+Options come first and `transformers` second, so that a wrong one is told at once.
+"""
 
 import asyncio
 import logging
@@ -7,10 +10,10 @@ import signal
 import sys
 
 from octavo.ending import end_process
+from octavo.heap import import_once
 from octavo.logs import configure_logging
 from octavo.settings import load_settings
 from octavo.tracing import Tracing, start_tracing
-from router.app import Router
 from router.config import RouterConfig
 
 log = logging.getLogger(__name__)
@@ -38,21 +41,34 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def _serve(config: RouterConfig, tracing: Tracing) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _on_signal, stop)
-    router = Router(config, tracing=tracing)
+    stop = _Stop()
+    # Brings in transformers and, through it, torch. In a thread, so that a signal ends the wait.
+    app = await asyncio.to_thread(import_once, "router.app")
+    router = app.Router(config, tracing=tracing)
     await router.start()
-    await stop.wait()
+    stop.is_serving = True
+    await stop.event.wait()
     await router.drain()
 
 
-def _on_signal(stop: asyncio.Event) -> None:
-    if stop.is_set():
-        os._exit(EXIT_SECOND_SIGNAL)
-    log.info("stopping: a second signal ends at once")
-    stop.set()
+class _Stop:
+    """The signals that end the process."""
+
+    def __init__(self) -> None:
+        self.event = asyncio.Event()
+        self.is_serving = False
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signal)
+
+    def _signal(self) -> None:
+        if self.event.is_set():
+            os._exit(EXIT_SECOND_SIGNAL)
+        if not self.is_serving:
+            log.info("stopped while starting")
+            os._exit(0)  # an import runs in a thread that nothing can interrupt, and there is nothing to put away
+        log.info("stopping: a second signal ends at once")
+        self.event.set()
 
 
 if __name__ == "__main__":

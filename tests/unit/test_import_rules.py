@@ -35,6 +35,7 @@ FOUNDATION = {
     "memory_handle",
     "grammar",
     "ending",
+    "heap",
 }
 CLIENT = {
     *("answer", "client", "async_client", "client_channel", "continuation", "messages", "options", "results", "retry"),
@@ -209,6 +210,7 @@ def test_no_import_of_ours_hides_in_a_function():
     [
         ("cache_service.__main__", ("torch", "transformers", "numpy")),
         ("executor.__main__", ("torch", "transformers", "triton")),
+        ("router.__main__", ("torch", "transformers")),
         ("octavo.cli", ("torch", "transformers", "grpc", "pydantic")),
         ("octavo.client", ("torch", "transformers", "pydantic", "numpy")),
         ("octavo.launcher", ("torch", "transformers", "numpy")),
