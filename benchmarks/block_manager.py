@@ -25,6 +25,7 @@ from typing import Any
 from benchmarks.block_manager_doors import BLOCK_SIZE, Door, InProcess, open_doors
 from benchmarks.results_file import write
 from cache_service.prefix import KEY_BYTES, blake2b_key, pack_tokens
+from octavo.guard import guarded
 from octavo.rpc import is_serving
 
 PROMPT_TOKENS, COMMON_TOKENS, NEW_TOKENS = 512, 480, 64
@@ -134,7 +135,7 @@ async def cache_service() -> AsyncIterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         address = f"unix:{folder}/cache.sock"
         command = [sys.executable, "-m", "cache_service", f"--listen={address}", "--metrics-listen="]
-        process = await asyncio.create_subprocess_exec(*command, "--log-level=error")
+        process = await asyncio.create_subprocess_exec(*guarded([*command, "--log-level=error"]))
         try:
             while not await is_serving(address, "octavo.v1.BlockManagerService"):
                 assert process.returncode is None, "the cache service ended"

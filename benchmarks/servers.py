@@ -6,7 +6,6 @@ What a process uses is read from the kernel, what it does from its metrics; noth
 import asyncio
 import os
 import platform
-import signal
 import socket
 import subprocess
 import sys
@@ -16,10 +15,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from octavo.guard import guarded
 from octavo.rpc import is_serving
 
 START_S = 300.0
@@ -54,7 +55,7 @@ def free_port() -> int:
 
 @contextmanager
 def serving(model: str, options: list[str]) -> Iterator[Server]:
-    """`octavo serve`, ready when this yields, stopped afterwards.
+    """`octavo serve`, ready when this yields, stopped afterwards, and however this process ends.
 
     Raises:
         RuntimeError: it did not start, or did not end in order; with the end of its log.
@@ -66,16 +67,25 @@ def serving(model: str, options: list[str]) -> Iterator[Server]:
         command += [f"--router.metrics-listen={metrics}", f"--cache-service.listen={cache_service}"]
         command += [f"--executor.metrics-listen={executor_metrics}", "--cache-service.metrics-listen=", *options]
         with log.open("wb") as output:
-            launcher = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+            launcher = subprocess.Popen(guarded(command), stdout=output, stderr=subprocess.STDOUT)
         try:
             _wait_until_serving(address, launcher, log)
             addresses = (address, metrics, executor_metrics, cache_service)
             yield Server(*addresses, _services_below(launcher.pid), launcher.pid, log)
         finally:
-            launcher.send_signal(signal.SIGTERM)
-            code = launcher.wait(STOP_S)
+            code = stop(launcher, STOP_S)
         if code != 0:
             raise RuntimeError(f"the server ended with exit code {code}:\n{_tail(log)}")
+
+
+def stop(process: "subprocess.Popen[Any]", within_s: float) -> int:
+    """SIGTERM, and SIGKILL where it does not end; the exit code. Children of a launcher hear of its death."""
+    process.terminate()
+    try:
+        return process.wait(within_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
 
 
 def _wait_until_serving(address: str, launcher: subprocess.Popen[bytes], log: Path) -> None:

@@ -20,7 +20,8 @@ from urllib.request import urlopen
 
 from benchmarks.loads import Ask, Load
 from benchmarks.peer import PeerFigures, figures_of
-from benchmarks.servers import children, cpu_seconds, free_port
+from benchmarks.servers import children, cpu_seconds, free_port, stop
+from octavo.guard import guarded
 
 START_S = 600.0
 STOP_S = 60.0
@@ -109,17 +110,12 @@ def vllm_serving(python: Path, folder: str, dtype: str, options: Sequence[str] =
     port = free_port()
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", f"--model={folder}", f"--dtype={dtype}"]
     command += ["--host=127.0.0.1", f"--port={port}", f"--served-model-name={NAME}", *OPTIONS, *options]
-    process = subprocess.Popen(command, env=_environment(), stdin=subprocess.DEVNULL, stdout=sys.stderr)
+    process = subprocess.Popen(guarded(command), env=_environment(), stdin=subprocess.DEVNULL, stdout=sys.stderr)
     try:
         _wait_until_it_answers(process, port)
         yield VllmServer(port, process.pid, _version(python))
     finally:
-        process.terminate()
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:  # its engine was killed: it may wait for that
-            process.kill()
-            process.wait()
+        stop(process, STOP_S)  # where its engine was killed, it may wait for that
 
 
 def _environment() -> dict[str, str]:

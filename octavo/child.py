@@ -7,13 +7,12 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from octavo import guard
+from octavo.guard import guarded
 
 TAIL_LINES = 20
 _LAST_OUTPUT_TIMEOUT_S = 1.0
@@ -104,8 +103,7 @@ class Child:
     async def _spawn(self, output_fd: int) -> asyncio.subprocess.Process:
         # A session of its own: Ctrl-C reaches the launcher alone, which stops the children in order.
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", guard.__file__, str(os.getpid())),
-            *self.spec.argv,
+            *guarded(self.spec.argv),
             env=self._environment,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output_fd,

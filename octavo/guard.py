@@ -8,8 +8,14 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Sequence
 
 PR_SET_PDEATHSIG = 1
+
+
+def guarded(command: Sequence[str]) -> list[str]:
+    """The command, run by way of this script: a child of the calling process, which ends when that thread does."""
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
 
 def main() -> None:
