@@ -11,6 +11,8 @@ namespace octavo {
 namespace {
 
 constexpr float kLargestCode = 127.0f;
+constexpr float kShift = 12582912.0f;  // 1.5 * 2^23: a sum with it has the nearest integer in its low bits
+constexpr int32_t kShiftedZero = 0x4B400000;
 
 // x * inverse as a code, ties to even. Whatever is no number becomes some code: the scale says that there is none.
 template <typename Float>
@@ -18,13 +20,13 @@ inline Float shifted_code(Float x, float inverse) {
   Float scaled = x * inverse;
   scaled = scaled > kLargestCode ? Float{} + kLargestCode : scaled;  // between, so that nothing is contracted
   scaled = scaled < -kLargestCode ? Float{} - kLargestCode : scaled;
-  return scaled + 12582912.0f;  // 1.5 * 2^23: the low bits are the nearest integer
+  return scaled + kShift;
 }
 
 inline int8_t code_of(float shifted) {
-  uint32_t bits;
+  int32_t bits;
   std::memcpy(&bits, &shifted, 4);
-  return static_cast<int8_t>(bits);
+  return static_cast<int8_t>(bits - kShiftedZero);
 }
 
 // Codes of one head into `to`; returns their scale. NaN and infinity have no code: they make the scale NaN.
@@ -45,8 +47,8 @@ float write_codes(const float* from, int64_t size, char* to, int64_t element_str
   int64_t done = 0;
   if (element_stride == 1) {
     for (; done < whole; done += kLanes) {
-      Words words = reinterpret_cast<Words>(shifted_code(load(from + done), inverse));
-      *reinterpret_cast<Bytes*>(to + done) = __builtin_convertvector(words, Bytes);
+      Words words = reinterpret_cast<Words>(shifted_code(load(from + done), inverse)) - kShiftedZero;
+      store_codes(reinterpret_cast<int8_t*>(to + done), words);
     }
   }
   for (; done < size; ++done) to[done * element_stride] = code_of(shifted_code(from[done], inverse));

@@ -218,8 +218,7 @@ void quantize(const float* row, int64_t size, int64_t group, Stored* codes, floa
       whole = whole > 127 ? Words{} + 127 : whole;
       whole = whole < -127 ? Words{} - 127 : whole;
       total += whole;
-      typedef Stored Codes __attribute__((vector_size(kLanes * sizeof(Stored)), aligned(1), may_alias));
-      *reinterpret_cast<Codes*>(codes + at) = __builtin_convertvector(whole, Codes);
+      store_codes(codes + at, whole);
     }
     *scales = largest / 127.0f + sum_lanes(poison);
     int32_t sum = 0;

@@ -89,8 +89,41 @@ inline uint16_t round_float16(float value) {
   return bits;
 }
 
+// Written out: GCC 12 takes the bytes of a converted vector apart, one by one.
 inline Floats load_int8(const void* from) {
+#if defined(__AVX512F__)
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from))));
+#elif defined(__AVX2__)
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(from))));
+#else
   return __builtin_convertvector(__builtin_convertvector(*static_cast<const Bytes*>(from), Words), Floats);
+#endif
+}
+
+// Numbers that fit, in fewer bits; such as do not fit become others that do. Written out for the same reason.
+inline void store_codes(int8_t* to, Words words) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(words)));
+#elif defined(__AVX2__)
+  __m256i wide = reinterpret_cast<__m256i>(words);
+  __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packs_epi16(halves, halves));
+#else
+  *reinterpret_cast<Bytes*>(to) = __builtin_convertvector(words, Bytes);
+#endif
+}
+
+inline void store_codes(int16_t* to, Words words) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(words)));
+#elif defined(__AVX2__)
+  __m256i wide = reinterpret_cast<__m256i>(words);
+  __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), halves);
+#else
+  typedef int16_t Shorts __attribute__((vector_size(kLanes * 2), aligned(2), may_alias));
+  *reinterpret_cast<Shorts*>(to) = __builtin_convertvector(words, Shorts);
+#endif
 }
 
 inline Floats load_float16(const void* from) {
