@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from executor.attention import KvViews
+from executor.huge_pages import Collapsing, map_aligned
 from executor.kv_codes import LARGEST_CODE
 from octavo.errors import Code, OctavoError
 
@@ -90,6 +91,7 @@ class Arena:
     Attributes:
         blocks: [num_blocks, block_bytes] uint8, whole blocks
         views: K and V of each layer
+        collapsing: gathers the memory into huge pages; None: nothing does
     """
 
     def __init__(self, memory: Tensor, layout: ArenaLayout, geometry: KvGeometry, lock: int | None = None) -> None:
@@ -114,6 +116,7 @@ class Arena:
             )
             for layer, where in zip(geometry.layers, layout.layers, strict=True)
         )
+        self.collapsing: Collapsing | None = None
         self._lock = lock
 
     def lost_reason(self) -> str | None:
@@ -122,6 +125,8 @@ class Arena:
 
     def close(self) -> None:
         """Let go of the lock. The memory stays mapped as long as a view of it lives."""
+        if self.collapsing is not None:
+            self.collapsing.stop()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -143,9 +148,10 @@ def map_arena(path: str, size_bytes: int, layout: ArenaLayout, geometry: KvGeome
         if found != size_bytes:
             raise _unusable(f"{path} has {found} bytes, not the {size_bytes} that the cache service reported")
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        # Through the descriptor, so that the memory is that of the locked file whatever happens to the name.
-        memory = torch.from_file(f"/proc/self/fd/{lock}", shared=True, size=size_bytes, dtype=torch.uint8)
-        return Arena(memory, layout, geometry, lock)
+        memory = map_aligned(lock, size_bytes)
+        arena = Arena(memory, layout, geometry, lock)
+        arena.collapsing = Collapsing(memory)
+        return arena
     except BaseException as error:
         os.close(lock)
         if isinstance(error, BlockingIOError):
