@@ -1,17 +1,21 @@
 """A rewritten model, packed and proved, kept in the user's cache directory: what a restart maps instead of loading.
 
 It is found by all that decides it: the content of the model's files, the format, the code that packs it, the
-processor's layout, the version of `transformers`. It appears by one rename, whole. Of one model and format the last
-one stays: a new version of the code takes the place of what an older one kept.
+processor's layout, the version of `transformers`. It appears by one rename, whole. Of one model and format the two that
+were used last stay, and those that a process maps: two versions of the code on one machine leave each other's alone,
+and a third takes the place of the one that was used longest ago.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import importlib.metadata
 import json
 import logging
+import os
 import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +27,7 @@ from executor.arena import LayerGeometry
 from executor.attention import LayerAttention
 from executor.batch import Batch
 from executor.config import ExecutorConfig
-from executor.model.kept_pack import map_pack, save_pack
+from executor.model.kept_pack import is_mapped, map_pack, save_pack
 from executor.model.rewritten import RewrittenDecoder
 from executor.model.served import ModelFacts
 from octavo.conversion_cache import Conversion, cache_directory
@@ -35,6 +39,8 @@ _MODEL_SUFFIXES = (".json", ".safetensors", ".bin", ".gguf")
 _WHOLE_BELOW_BYTES = 1 << 30  # a second of hashing; of larger files the time of change counts, and samples
 _SAMPLE_BYTES, _NUM_SAMPLES = 1 << 20, 64
 _FACTS = "model.json"
+_NUM_KEPT = 2  # of one model and format, this one too
+_STALE_S = 30 * 86400.0  # without use, after which another one goes too
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,7 @@ class KeptModel:
         """Map it; None where it is not there, or cannot be read."""
         if not self._conversion.is_there:
             return None
+        self._note_use()
         try:
             said = json.loads((self._conversion.folder / _FACTS).read_text())
             packed = map_pack(self._conversion.folder)
@@ -108,10 +115,26 @@ class KeptModel:
 
         if not self._conversion.keep(save):
             return False
-        for other in self._conversion.folder.parent.glob(f"{self._prefix}*"):
-            if other != self._conversion.folder:
-                shutil.rmtree(other, ignore_errors=True)
+        self._note_use()
         return True
+
+    def _note_use(self) -> None:
+        """By the folder's time of change, before anybody else may count it among the rest; then take those away."""
+        with contextlib.suppress(OSError):  # a cache that only others write
+            os.utime(self._conversion.folder)
+            self._remove_others()
+
+    def _remove_others(self) -> None:
+        others = {
+            other: other.stat().st_mtime
+            for other in self._conversion.folder.parent.glob(f"{self._prefix}*")
+            if other != self._conversion.folder
+        }
+        for age, other in enumerate(sorted(others, key=others.__getitem__, reverse=True)):
+            is_stale = time.time() - others[other] > _STALE_S
+            if (is_stale or age >= _NUM_KEPT - 1) and not is_mapped(other):
+                log.info("removed %s, which an older version of the code kept", other)
+                shutil.rmtree(other, ignore_errors=True)
 
 
 def _content_of(path: Path) -> str:

@@ -4,7 +4,9 @@ What is mapped is in the page cache once for all processes that map it: an execu
 where the folder is and when it is right (`kept_model`), packing (`packing`).
 """
 
+import contextlib
 import ctypes
+import fcntl
 import json
 import mmap
 from pathlib import Path
@@ -63,13 +65,15 @@ def save_pack(packed: PackedDecoder, num_positions: int, folder: Path) -> None:
 
 
 def map_pack(folder: Path) -> PackedDecoder:
-    """Map what `save_pack` wrote.
+    """Map what `save_pack` wrote; `is_mapped` says so as long as this or any other process does.
 
     Raises:
         OSError, ValueError, KeyError: it is not there, or not whole.
     """
     index = json.loads((folder / _INDEX).read_text())
     with (folder / _MEMORY).open("rb") as stream:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(stream, fcntl.LOCK_SH)  # until the mapping is gone, which has a copy of the descriptor
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # read ahead now, not by the first request
         mapped = mmap.mmap(stream.fileno(), 0, flags=flags, prot=mmap.PROT_READ)
     if len(mapped) != index["bytes"]:
@@ -83,6 +87,18 @@ def map_pack(folder: Path) -> PackedDecoder:
     return PackedDecoder(
         index["weights_format"], index["vocabulary_size"], decoder, layers, rotaries, memory, index["all_blocks"]
     )
+
+
+def is_mapped(folder: Path) -> bool:
+    """Whether a process maps it now; False where that cannot be known."""
+    try:
+        with (folder / _MEMORY).open("rb") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _plain(structure: ctypes.Structure, places: dict[int, int]) -> dict[str, Any]:

@@ -1,8 +1,11 @@
 """Kept models: a restart maps what an earlier start packed, and computes the same bits; nothing broken is ever used."""
 
+import gc
 import logging
+import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +64,15 @@ def without_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checked, "load_checked", refuse)
 
 
+def without_the_long_way_of(monkeypatch: pytest.MonkeyPatch, codes: Sequence[str], folder: Path) -> None:
+    """Starts of these versions of the code map what is there."""
+    with monkeypatch.context() as patch:
+        without_the_long_way(patch)
+        for code in codes:
+            use_version(patch, code)
+            assert isinstance(load(config_of(folder)).model, PackedModel)
+
+
 @pytest.mark.parametrize("weights", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("save", [None, save_tiny_gemma3], ids=["odd llama", "gemma3"])
 def test_a_restart_maps_it_and_computes_the_same_bits(save, weights, tiny, tmp_path, monkeypatch):
@@ -110,13 +122,59 @@ def test_what_is_broken_is_made_again_and_said(harm, tiny, cache, caplog):
     assert torch.equal(logits(loaded), right)
 
 
-def test_what_an_older_version_kept_goes_when_a_newer_is_kept(tiny, cache, monkeypatch):
+def use_version(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    monkeypatch.setattr("executor.model.kept_model._code_digest", lambda: code)
+
+
+def kept(cache: Path) -> set[Path]:
+    (model,) = cache.iterdir()
+    return set(model.iterdir())
+
+
+def age(folder: Path, seconds: float) -> None:
+    """As if it had been used so much longer ago."""
+    changed = folder.stat().st_mtime - seconds
+    os.utime(folder, (changed, changed))
+
+
+def test_two_versions_of_the_code_leave_each_other_what_they_keep(tiny, cache, monkeypatch):
+    """A third one takes the place of the one that was used longest ago; a process that maps that one keeps it."""
+    places: dict[str, Path] = {}
+    for code in ("old", "new"):
+        use_version(monkeypatch, code)
+        before = kept(cache) if places else set()
+        load(config_of(tiny))
+        (places[code],) = kept(cache) - before
+    without_the_long_way_of(monkeypatch, ("old", "new", "old"), tiny)
+    age(places["new"], 60)
+    use_version(monkeypatch, "third")
     load(config_of(tiny))
-    monkeypatch.setattr("executor.model.kept_model._code_digest", lambda: "newer code")
+    assert places["old"] in kept(cache)
+    assert places["new"] not in kept(cache)
+    assert len(kept(cache)) == 2
+    use_version(monkeypatch, "old")
+    age(places["old"], 60)
+    mapped = load(config_of(tiny))
+    age(places["old"], 120)
+    use_version(monkeypatch, "fourth")
     load(config_of(tiny))
-    (folder,) = next(cache.iterdir()).iterdir()
-    assert isinstance(load(config_of(tiny)).model, PackedModel)
-    assert folder.is_dir()
+    assert places["old"] in kept(cache), "a process maps it"
+    del mapped
+    gc.collect()
+    load(config_of(tiny))
+    assert len(kept(cache)) == 2
+    assert places["old"] not in kept(cache)
+
+
+def test_what_nobody_uses_for_long_goes(tiny, cache, monkeypatch):
+    use_version(monkeypatch, "old")
+    load(config_of(tiny))
+    gc.collect()
+    (old,) = kept(cache)
+    age(old, 31 * 86400)
+    use_version(monkeypatch, "new")
+    load(config_of(tiny))
+    assert old not in kept(cache)
 
 
 def test_a_cache_that_cannot_be_written_costs_time_only(tiny, cache, caplog):
