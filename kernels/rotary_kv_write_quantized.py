@@ -22,10 +22,13 @@ from kernels.rotary_kv_write import KVWrite, turn_heads
 
 @triton.jit
 def code_scale(largest, broken, FP8: tl.constexpr):
-    """largest [H] -> (scale [H], its inverse [H]); a zero head has scale 0 and codes 0, a broken one scale NaN"""
+    """largest [H] -> (scale [H], its inverse [H]); a zero head has scale 0 and codes 0, a broken one scale NaN
+
+    Divided as IEEE 754 says: every device, and the back ends on a CPU, are to write the same codes.
+    """
     limit = FP8_MAX if FP8 else INT8_MAX
-    inverse = tl.where(largest > 0.0, limit / tl.where(largest > 0.0, largest, 1.0), 0.0)
-    return largest / limit + broken, inverse
+    inverse = tl.where(largest > 0.0, tl.div_rn(limit, tl.where(largest > 0.0, largest, 1.0)), 0.0)
+    return tl.div_rn(largest, limit) + broken, inverse
 
 
 @triton.jit

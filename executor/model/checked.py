@@ -5,6 +5,7 @@ Imported only when a model is not kept: bringing in `transformers` takes longer 
 
 import logging
 import time
+from dataclasses import replace
 
 from transformers.utils import logging as transformers_logging
 
@@ -36,10 +37,16 @@ def load_checked(
     geometry = KvGeometry(config.block_size, kv_dtype_of(config), model.layers)
     log.info("loaded %s (%s) in %.1f s", source.name, type(model.module).__name__, time.monotonic() - began_s)
     if config.verify_model:
-        difference = verify_model(model, attention, geometry)
-        log.info("verified: paged logits are within %.2g of the plain model's", difference)
+        _verify(model, attention, geometry, dtype)
     if config.rewrite_model:
         model = rewrite_model(model, attention, geometry, int8=config.weights == INT8)
     if config.weights == INT8 and model.linear_format != INT8:
         log.warning("weights int8 were asked for and cannot be had: linear layers run in %s", model.linear_format)
     return model, facts_of(model, source)
+
+
+def _verify(model: CausalModel, attention: AttentionBackend, geometry: KvGeometry, loaded_as: str) -> None:
+    """First with KV as exact as the weights: fewer bits would blur the proof. Then as it will serve."""
+    for kv_dtype in dict.fromkeys((loaded_as, geometry.dtype)):
+        difference = verify_model(model, attention, replace(geometry, dtype=kv_dtype))
+        log.info("verified: paged logits, KV in %s, are within %.2g of the plain model's", kv_dtype, difference)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from executor import loading
-from executor.arena import private_arena
+from executor.arena import KvGeometry, private_arena
 from executor.batch import pack_batch
 from executor.config import ExecutorConfig
 from executor.ids import StepId
@@ -189,6 +189,19 @@ def test_a_cache_that_cannot_be_written_costs_time_only(tiny, cache, caplog):
 def test_what_is_not_proved_or_not_packed_is_not_kept(option, tiny, cache):
     load(config_of(tiny, **option))
     assert not cache.exists()
+
+
+def test_a_model_is_proved_with_exact_kv_before_kv_of_fewer_bits_blurs_the_proof(tiny, monkeypatch):
+    proofs, prove = [], checked.verify_model
+
+    def seen(model: object, attention: object, geometry: KvGeometry) -> float:
+        proofs.append(geometry.dtype)
+        return prove(model, attention, geometry)
+
+    monkeypatch.setattr(checked, "verify_model", seen)
+    loaded = load(config_of(tiny, attention="torch", kv_dtype="int8"))
+    assert (loaded.geometry.dtype, proofs) == ("int8", ["float32", "int8"])
+    assert torch.isfinite(logits(loaded)).all()
 
 
 def test_serving_what_is_kept_imports_no_transformers():
