@@ -248,7 +248,7 @@ void multiply_unpacked(const Linear& linear, const Rows2d& in, int64_t begin, in
   int64_t num_blocks = linear.num_inputs / kBlockInputs, count = end - begin;
   int64_t tiles = (count + kMaxRows - 1) / kMaxRows;  // of about equal size
   Unpacked unpacked;
-  Floats totals[kRowBlock][2];
+  Floats totals[kUnpackedRows][2];
   std::memset(totals, 0, count * sizeof totals[0]);
   for (int64_t first = 0; first < num_blocks; first += kChunk) {
     int64_t blocks = std::min(kChunk, num_blocks - first);

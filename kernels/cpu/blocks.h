@@ -27,7 +27,7 @@ int32_t find_block_bits(const float* weights, int64_t num_outputs, int64_t num_i
 // Fills linear.weights. The weights were found to be blocks of linear.block_bits.
 void pack_blocks(const Linear& linear, const float* weights);
 
-// Tokens [begin, end), at most kRowBlock, by panels [first, last).
+// Tokens [begin, end), at most kUnpackedRows, by panels [first, last).
 void multiply_blocks(const Linear& linear, const Rows2d& in, int64_t begin, int64_t end, int64_t first, int64_t last,
                      const Product& product);
 

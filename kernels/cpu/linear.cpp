@@ -176,12 +176,13 @@ void panel_rows(const Linear& linear, const Rows2d& in, int64_t token, int64_t c
 
 void multiply(const Linear& linear, const Rows2d& in, int64_t num_tokens, const Product& product, int num_threads,
               std::atomic<int64_t>& next) {
-  int64_t panels = linear.panels(), blocks = (num_tokens + kRowBlock - 1) / kRowBlock;
+  int64_t rows = linear.block_bits ? kUnpackedRows : kRowBlock;
+  int64_t panels = linear.panels(), blocks = (num_tokens + rows - 1) / rows;
   // Units of several panels, enough of them that no thread waits long for another.
   int64_t width = std::max<int64_t>(1, panels * blocks / (num_threads * 16));
   int64_t units_per_block = (panels + width - 1) / width;
   for (int64_t unit; (unit = next.fetch_add(1, std::memory_order_relaxed)) < units_per_block * blocks;) {
-    int64_t begin = unit / units_per_block * kRowBlock, end = std::min(begin + kRowBlock, num_tokens);
+    int64_t begin = unit / units_per_block * rows, end = std::min(begin + rows, num_tokens);
     int64_t first = unit % units_per_block * width, last = std::min(first + width, panels);
     int64_t tiles = (end - begin + kMaxRows - 1) / kMaxRows;  // of about equal size: 8 tokens are 4 and 4
     if (linear.block_bits) {

@@ -22,6 +22,9 @@ constexpr int64_t kPanel = 2 * kLanes;
 constexpr int kMaxRows = kLanes == 16 ? 12 : 6;
 constexpr int64_t kRowBlock = 8 * kMaxRows;
 
+// Tokens that meet a panel of blocks each time that it is unpacked: a step's 128 tokens of prompts in one go.
+constexpr int64_t kUnpackedRows = 132;
+
 #if (defined(__AVX512F__) && defined(__AVX512VNNI__)) || (!defined(__AVX512F__) && defined(__AVXVNNI__)) || \
     defined(OCTAVO_EMULATE_VNNI)
 // Products of four bytes at once, of which one must be unsigned: weights are stored plus kWeightZero, and the sums begin
