@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 PROGRAM = "octavo executor"
 EXIT_TRY_AGAIN, EXIT_BAD_CONFIGURATION = 1, 2
+# How often a thread of a step looks whether the others have come, before it sleeps and leaves its processor to router and
+# cache service. OpenMP's own choice is some milliseconds. Read when torch is imported.
+_SPINS = "1000"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,6 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     configure_logging("executor", config.log_level, config.log_format)
     if config.attention == "triton-interpret":
         os.environ["TRITON_INTERPRET"] = "1"  # which Triton reads when it is imported, and never again
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     try:
         return asyncio.run(_serve(config, internal_tls(config), start_tracing("executor", config.otel_traces)))
     except OctavoError as error:
