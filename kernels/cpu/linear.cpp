@@ -54,7 +54,7 @@ inline Weights8 load_weights(const int8_t* from) {
 inline Words dot(Words sum, Weights8 weights, int32_t codes) {
   return sum + (Words)_mm512_madd_epi16(weights, _mm512_set1_epi32(codes));
 }
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && !defined(__AVX512F__)
 typedef __m256i Weights8;
 inline Weights8 load_weights(const int8_t* from) {
   return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from));
