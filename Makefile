@@ -23,7 +23,7 @@ PROTOS := $(wildcard protos/octavo/v1/*.proto)
 PROTOC := -Iprotos -Iprotos/third_party
 
 .PHONY: help demo test test-long lint format protos protos-check docs chart chart-lint alerts-long kernels-compile \
-	proxies-long dashboards-draw kernels-long gpu-wheels gpu-check bench bench-peers block-manager-peers vllm-venv kills fuzz soak \
+	proxies-long dashboards-draw cpu-isa kernels-long gpu-wheels gpu-check bench bench-peers block-manager-peers vllm-venv kills fuzz soak \
 	chaos chaos-short clean
 
 help: ## list the targets
@@ -85,6 +85,9 @@ dashboards-draw: $(VENV)/.test $(VENV)-draw/.tools ## pictures of the dashboards
 
 kernels-compile: $(VENV)/.test ## compile every Triton kernel ahead of time; needs no GPU
 	env -u TRITON_INTERPRET $(BIN)/python -m kernels.compile
+
+cpu-isa: $(VENV)/.test ## the C++ kernels compiled for AVX-512 and VNNI, in an emulator (tests/cpu_isa/README.md); minutes
+	$(BIN)/python tests/cpu_isa/run.py $(ARGS)
 
 kernels-long: $(VENV)/.test ## the long grid of the Triton kernels, interpreted; the better part of an hour on one core
 	$(BIN)/python -m pytest tests/kernels -m long $(ARGS)
