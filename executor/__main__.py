@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 PROGRAM = "octavo executor"
 EXIT_TRY_AGAIN, EXIT_BAD_CONFIGURATION = 1, 2
-# How often a thread of a step looks whether the others have come, before it sleeps and leaves its processor to router and
-# cache service. OpenMP's own choice is some milliseconds. Read when torch is imported.
+# How often a thread of a step looks whether the others have come, before it sleeps and leaves its processor to router
+# and cache service (decision 58). OpenMP's own choice is some milliseconds. Read when torch is imported.
 _SPINS = "1000"
 
 

@@ -75,8 +75,8 @@ class ExecutorConfig(BaseModel):
     block_size: int = Field(16, ge=1, le=1024, description="tokens per KV block")
     kv_dtype: KvDtype = Field(
         "auto",
-        description="number format of the KV blocks; auto: that of the weights, with int8 bfloat16; int8 and "
-        "float8_e4m3fn have a scale per token and head, the latter is for attention triton alone",
+        description="number format of the KV blocks; auto: that of the weights; int8 and float8_e4m3fn "
+        "have a scale per token and head, the latter is for attention triton alone",
     )
     kv_memory_mib: int = Field(512, ge=1, description="MiB of KV blocks to ask the cache service for")
     max_context_tokens: int = Field(0, ge=0, description="longest sequence in tokens; 0: as long as the model allows")

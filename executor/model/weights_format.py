@@ -17,7 +17,7 @@ def loaded_as(weights: Weights) -> str:
 
 
 def kv_dtype_of(config: ExecutorConfig) -> str:
-    """Of the KV blocks. Beside int8 products the bits that bfloat16 lacks do not count, and half is to be read."""
+    """Of the KV blocks. Who takes int8 weights wants what that saves here too (decision 55 has what it costs)."""
     if config.kv_dtype != "auto":
         return config.kv_dtype
-    return "bfloat16" if config.weights == INT8 else loaded_as(config.weights)
+    return INT8 if config.weights == INT8 else loaded_as(config.weights)
