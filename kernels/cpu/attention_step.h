@@ -24,7 +24,7 @@ struct SoftmaxState {
 template <int kRows>
 constexpr int kKeysTogether = kLanes == 16 ? (kRows <= 3 ? 8 : 4) : kRows == 1 ? kLanes : kRows <= 3 ? 4 : 2;
 template <int kRows>
-constexpr int kVectorsTogether = kRows == 1 ? 8 : kRows <= 3 ? 4 : 2;
+constexpr int kVectorsTogether = kLanes == 16 ? 4 : kRows == 1 ? 8 : kRows <= 3 ? 4 : 2;
 
 // scores[row, key] = query of the row . line of the key. query: [kRows, width], scores: [kRows, kStep].
 template <int32_t kFormat, int kRows>
