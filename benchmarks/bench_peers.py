@@ -2,14 +2,16 @@
 
 Octavo is asked over gRPC, all three processes and this client on the same cores; OpenVINO GenAI runs in process,
 without a server, on the very GGUF file; vLLM behind its own OpenAI server, on the weights that Octavo makes of that
-file. All are loaded once and then take turns, run by run, so that a machine that slows down slows all of them. A peer
-whose package is missing is left out, with a word. Ratios are to each peer.
+file. All are loaded once and then take turns, run by run, so that a machine that slows down slows all of them; peers
+are stopped (SIGSTOP) between their turns, since some go on working after their last answer. A peer whose package is
+missing is left out, with a word. Ratios are to each peer.
 
     python -m benchmarks.bench_peers --peers-python build/bench-peers-venv/bin/python [--runs 3] [--quick]
     python -m benchmarks.bench_peers --vllm-python build/vllm-venv/bin/python    # vLLM too; make vllm-venv makes it
 """
 
 import argparse
+import signal
 import statistics
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -22,7 +24,7 @@ from benchmarks.bench import CONFIGURATIONS
 from benchmarks.load import measure
 from benchmarks.loads import Load, workload_w
 from benchmarks.peer import has_package, openvino_genai
-from benchmarks.servers import serving
+from benchmarks.servers import serving, signal_tree
 from benchmarks.vllm_server import dense_folder, fastest_dtype, vllm_serving
 from octavo.model_source import resolve_model
 
@@ -47,6 +49,21 @@ class Contender:
     def medians(self, streams: int) -> dict[str, float]:
         """Of each figure over the runs."""
         return {name: statistics.median(run[name] for run in self.found[streams]) for name in FIGURES}
+
+
+def resting(stack: ExitStack, pid: int, measure: Callable[[Load], Any]) -> Callable[[Load], Any]:
+    """The same, for a peer whose processes stand still while it is not measured."""
+
+    def awake(load: Load) -> Any:
+        signal_tree(pid, signal.SIGCONT)
+        try:
+            return measure(load)
+        finally:
+            signal_tree(pid, signal.SIGSTOP)
+
+    signal_tree(pid, signal.SIGSTOP)
+    stack.callback(signal_tree, pid, signal.SIGCONT)  # so that it can end in order
+    return awake
 
 
 def rows_of(contenders: list[Contender], streams: list[int]) -> list[dict[str, Any]]:
@@ -94,7 +111,8 @@ class Contenders:
             peer = stack.enter_context(openvino_genai(python, gguf))
         except RuntimeError as error:
             return self._leave_out(OPENVINO, str(error))
-        self.there.append(Contender(f"{OPENVINO} {peer.process.version.split('-')[0]}", peer.measure))
+        name = f"{OPENVINO} {peer.process.version.split('-')[0]}"
+        self.there.append(Contender(name, resting(stack, peer.process.pid, peer.measure)))
 
     def add_vllm(self, stack: ExitStack, python: Path, model: str, dtype: str, options: list[str]) -> None:
         """Behind its own server."""
@@ -105,7 +123,7 @@ class Contenders:
             server = stack.enter_context(vllm_serving(python, folder, dtype, options))
         except RuntimeError as error:
             return self._leave_out(VLLM, str(error))
-        self.there.append(Contender(f"{VLLM} {server.version} {dtype}", server.measure))
+        self.there.append(Contender(f"{VLLM} {server.version} {dtype}", resting(stack, server.pid, server.measure)))
 
     def _leave_out(self, name: str, reason: str) -> None:
         self.left_out.append(f"{name} is left out: {reason}")

@@ -44,6 +44,11 @@ class PeerProcess:
         self._process = process
         self.version = str(self._read()["version"])
 
+    @property
+    def pid(self) -> int:
+        """Of the process itself."""
+        return self._process.pid
+
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
         """One question, one answer."""
         assert self._process.stdin is not None

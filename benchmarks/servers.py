@@ -6,6 +6,7 @@ What a process uses is read from the kernel, what it does from its metrics; noth
 import asyncio
 import os
 import platform
+import signal
 import socket
 import subprocess
 import sys
@@ -127,6 +128,13 @@ def children(pid: int) -> dict[int, list[str]]:
     """The command line of each child of a process."""
     pids = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
     return {child: Path(f"/proc/{child}/cmdline").read_text().split("\0") for child in pids}
+
+
+def signal_tree(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process and to all that descend from it."""
+    for child in children(pid):
+        signal_tree(child, number)
+    os.kill(pid, number)
 
 
 def metric_sum(metrics: str, name: str, **labels: str) -> float:

@@ -1,10 +1,13 @@
 """What comparisons with other servers and managers rest on; the others themselves are not here."""
 
 import asyncio
+import signal
+import subprocess
+import time
 from argparse import Namespace
 from array import array
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,11 @@ import pytest
 
 from benchmarks import bench_peers
 from benchmarks.bench_peers import FIGURES, Contender, rows_of
+from benchmarks.loads import workload_w
 from benchmarks.peer import PeerFigures
 from benchmarks.peer_tables import managers_table, peers_table
 from benchmarks.peers import block_trace
+from benchmarks.servers import children, signal_tree
 from benchmarks.vllm_kills import Kill, row_of
 from benchmarks.vllm_server import VllmServer
 
@@ -92,6 +97,30 @@ def test_ratios_are_to_each_peer() -> None:
     assert "| 8 | Octavo int8 | 100.0 | 50 | 1.0 / 2.0 | 2.00 / 0.50 | 4.00 / 2.00 |" in table
     alone = rows_of(contenders[:1], [8])
     assert "| 8 | Octavo int8 | 100.0 | 50 | 1.0 / 2.0 |" in peers_table({"rows": alone, "runs": 1})
+
+
+def test_a_peer_stands_still_between_its_turns() -> None:
+    process = subprocess.Popen(["sh", "-c", "sleep 60 & wait"])
+
+    def come_to(state: str) -> bool:
+        """Whether both processes do, soon."""
+        for _ in range(500):
+            pids = [process.pid, *children(process.pid)]
+            states = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids]
+            if states == [state] * 2:
+                return True
+            time.sleep(0.01)
+        return False
+
+    assert come_to("S")
+    with ExitStack() as stack:
+        measure = bench_peers.resting(stack, process.pid, lambda load: come_to("S"))
+        assert come_to("T")
+        assert measure(workload_w(1, 1, seed=0))
+        assert come_to("T")
+    assert come_to("S")
+    signal_tree(process.pid, signal.SIGTERM)
+    process.wait()
 
 
 def test_who_is_missing_is_said_and_the_others_take_turns(
