@@ -59,7 +59,7 @@ class Suspects:
     def end_trial(self) -> None:
         """No step is in flight: the one that ran alone succeeded, or failed with its request."""
         request, self._on_trial = self._on_trial, None
-        if request is None:
+        if request not in self._trials:  # nobody ran alone, or who did was given up meanwhile
             return
         self._trials[request] += 1
         if self._trials[request] >= self._num_trials:
