@@ -9,12 +9,19 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels import kv_format, view
+from kernels import kv_format
 from kernels.device import device_properties
 from kernels.kv_write import PlainKVWrite
 from kernels.launch import Launch
-from kernels.numeric import to_fp32
-from kernels.rotary_kv_write_quantized import code_scale, encode, largest_of, store_scale
+from kernels.rotary_kv_write_quantized import (
+    code_scale,
+    encode,
+    head_pointers,
+    largest_of,
+    load_fp32,
+    quantized_args,
+    store_scale,
+)
 
 
 @triton.jit
@@ -36,12 +43,11 @@ def encode_heads(
     dims = tl.arange(0, DIMS).to(tl.int64)
     live = (heads < num_heads)[:, None] & (dims < head_dim)[None, :]
     source = new.ptr + token * new.stride_token + (heads * new.stride_head)[:, None]
-    x = to_fp32(tl.load(source + (dims * new.stride_dim)[None, :], mask=live, other=0.0))
+    x = load_fp32(source + (dims * new.stride_dim)[None, :], live)
     largest, broken = largest_of(x)
     scale, inverse = code_scale(largest, broken, FP8)
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-    target = cache.ptr + block * cache.stride_block + offset * cache.stride_token
-    target += (heads * cache.stride_head)[:, None] + (dims * cache.stride_dim)[None, :]
+    target = head_pointers(cache, block, offset, heads) + (dims * cache.stride_dim)[None, :]
     tl.store(target, encode(x * inverse[:, None], FP8), mask=live)
     store_scale(scales, block, offset, heads, scale, heads < num_heads)
 
@@ -79,16 +85,7 @@ def kv_write_quantized_kernel(
 
 def kv_write_quantized_launch(write: PlainKVWrite, k_scale: torch.Tensor, v_scale: torch.Tensor) -> Launch:
     write.check(kv_format.QUANTIZED_MAX)
-    if write.v_cache.dtype != write.k_cache.dtype:
-        raise TypeError(f"caches of {write.k_cache.dtype} and {write.v_cache.dtype}: both int8 or both float8_e4m3fn")
-    kv_format.check_scales(write.k_cache, k_scale, "k_scale")
-    kv_format.check_scales(write.v_cache, v_scale, "v_scale")
-    args = {
-        **write.args(),
-        "k_scale": view.scales(k_scale),
-        "v_scale": view.scales(v_scale),
-        "FP8": write.k_cache.dtype == torch.float8_e4m3fn,
-    }
+    args = write.args() | quantized_args(write.k_cache, write.v_cache, k_scale, v_scale)
     return Launch(kv_write_quantized_kernel, (write.key.shape[0], 2), args, num_warps=4, num_stages=1)
 
 

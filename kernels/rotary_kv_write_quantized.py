@@ -180,18 +180,24 @@ def rotary_kv_write_quantized_kernel(
             write_values(v_cache, v_scale, source, block, offset, head, live, v_head_dim, FP8, BLOCK_DV)
 
 
-def rotary_kv_write_quantized_launch(write: KVWrite, k_scale: torch.Tensor, v_scale: torch.Tensor) -> Launch:
-    write.check()
-    if write.k_cache.dtype not in kv_format.QUANTIZED_MAX or write.v_cache.dtype != write.k_cache.dtype:
-        raise TypeError(f"caches of {write.k_cache.dtype} and {write.v_cache.dtype}: both int8 or both float8_e4m3fn")
-    kv_format.check_scales(write.k_cache, k_scale, "k_scale")
-    kv_format.check_scales(write.v_cache, v_scale, "v_scale")
-    args = {
-        **write.common_args(),
+def quantized_args(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, k_scale: torch.Tensor, v_scale: torch.Tensor
+) -> dict[str, object]:
+    """What a kernel that writes codes takes beside its dense twin's arguments. Raises TypeError or ValueError."""
+    if k_cache.dtype not in kv_format.QUANTIZED_MAX or v_cache.dtype != k_cache.dtype:
+        raise TypeError(f"caches of {k_cache.dtype} and {v_cache.dtype}: both int8 or both float8_e4m3fn")
+    kv_format.check_scales(k_cache, k_scale, "k_scale")
+    kv_format.check_scales(v_cache, v_scale, "v_scale")
+    return {
         "k_scale": view.scales(k_scale),
         "v_scale": view.scales(v_scale),
-        "FP8": write.k_cache.dtype == torch.float8_e4m3fn,
+        "FP8": k_cache.dtype == torch.float8_e4m3fn,
     }
+
+
+def rotary_kv_write_quantized_launch(write: KVWrite, k_scale: torch.Tensor, v_scale: torch.Tensor) -> Launch:
+    write.check()
+    args = write.common_args() | quantized_args(write.k_cache, write.v_cache, k_scale, v_scale)
     return Launch(rotary_kv_write_quantized_kernel, (write.query.shape[0], 2), args, num_warps=4, num_stages=1)
 
 

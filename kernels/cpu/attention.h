@@ -11,8 +11,8 @@ namespace octavo {
 
 struct Lines;  // see kv_lines.h
 
-struct FreeFloats {
-  void operator()(float* memory) const { std::free(memory); }
+struct Free {
+  void operator()(void* memory) const { std::free(memory); }
 };
 
 // K or V of one layer in the arena; int8: codes, and a float by which each token's head is to be multiplied. Strides in
@@ -104,8 +104,8 @@ class AttentionWork {
   std::vector<Tile> tiles_;
   std::vector<Unit> units_;
   std::unique_ptr<std::atomic<int32_t>[]> done_;  // [units], at the first of a tile's: how many of them are computed
-  std::unique_ptr<float, FreeFloats> partials_;   // [units, state_size], where a tile's partitions are units
-  std::unique_ptr<float, FreeFloats> scratch_;    // [threads, scratch_size]
+  std::unique_ptr<float, Free> partials_;   // [units, state_size], where a tile's partitions are units
+  std::unique_ptr<float, Free> scratch_;    // [threads, scratch_size]
 };
 
 }  // namespace octavo

@@ -16,10 +16,6 @@ namespace {
 
 constexpr int64_t kStagesPerLayer = 5;  // stages whose units are taken from a counter
 
-struct Free {
-  void operator()(void* memory) const { std::free(memory); }
-};
-
 // Zeroed: what lies behind a row's size must be a number.
 class Buffer {
  public:

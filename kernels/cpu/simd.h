@@ -100,13 +100,19 @@ inline Floats load_int8(const void* from) {
 #endif
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+inline __m128i pack_halves(Words words) {
+  __m256i wide = reinterpret_cast<__m256i>(words);
+  return _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+}
+#endif
+
 // Numbers that fit, in fewer bits; such as do not fit become others that do. Written out for the same reason.
 inline void store_codes(int8_t* to, Words words) {
 #if defined(__AVX512F__)
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(reinterpret_cast<__m512i>(words)));
 #elif defined(__AVX2__)
-  __m256i wide = reinterpret_cast<__m256i>(words);
-  __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+  __m128i halves = pack_halves(words);
   _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packs_epi16(halves, halves));
 #else
   *reinterpret_cast<Bytes*>(to) = __builtin_convertvector(words, Bytes);
@@ -117,9 +123,7 @@ inline void store_codes(int16_t* to, Words words) {
 #if defined(__AVX512F__)
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(words)));
 #elif defined(__AVX2__)
-  __m256i wide = reinterpret_cast<__m256i>(words);
-  __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), halves);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), pack_halves(words));
 #else
   typedef int16_t Shorts __attribute__((vector_size(kLanes * 2), aligned(2), may_alias));
   *reinterpret_cast<Shorts*>(to) = __builtin_convertvector(words, Shorts);
